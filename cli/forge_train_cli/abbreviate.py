@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 
 SHOWN = 3
 
@@ -16,7 +16,7 @@ def abbreviated(names: list[str]) -> str:
         key = (name, "") if at is None else (".".join(parts[:at]), ".".join(parts[at + 1 :]))
         runs.setdefault(key, []).append(-1 if at is None else int(parts[at]))
     texts = [_run(before, after, numbers) for (before, after), numbers in runs.items()]
-    return f"{len(names)}: {few(texts, SHOWN)}"
+    return f"{len(names)}: {format_list(texts, SHOWN)}"
 
 
 def _by_number(name: str) -> list[tuple[bool, int, str]]:

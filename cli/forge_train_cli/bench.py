@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forge_train.base.present import gib
+from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
 from forge_train.config.layers import Request
-from forge_train_kit.present import short
+from forge_train_kit.format import format_count
 
 from . import screen
 from .options import json_option, run_options
@@ -48,11 +48,19 @@ def bench(request: Request, turns: int, as_json: bool) -> None:
 
 def _show(measured: Measured, ratios: dict[str, float]) -> None:
     rows: list[tuple[str, str, str]] = [
-        ("throughput", f"{short(measured.tokens_per_second)} tokens/s", f"{short(measured.parameters)} parameters"),
+        (
+            "throughput",
+            f"{format_count(measured.tokens_per_second)} tokens/s",
+            f"{format_count(measured.parameters)} parameters",
+        ),
         *_flops(measured),
         ("loop", f"{measured.speed:.3f}", f"of a hand-written loop's tokens per {_second(measured)}"),
-        ("data", f"{short(measured.data_tokens_per_second)} tokens/s", "from the loader alone"),
-        ("checkpoint", f"{measured.save_seconds:.3f} s", f"to save and verify {gib(measured.checkpoint_bytes)}"),
+        ("data", f"{format_count(measured.data_tokens_per_second)} tokens/s", "from the loader alone"),
+        (
+            "checkpoint",
+            f"{measured.save_seconds:.3f} s",
+            f"to save and verify {format_bytes(measured.checkpoint_bytes)}",
+        ),
         ("", f"{measured.load_seconds:.3f} s", "to load"),
         *((command, f"{ratio:.1f} ×", "the CPU time of python -c pass") for command, ratio in ratios.items()),
     ]
@@ -69,8 +77,12 @@ def _flops(measured: Measured) -> list[tuple[str, str, str]]:
         return []
     reached = share * measured.matmul_flops
     rows = [
-        ("", f"{short(reached)}FLOP/s", f"{share:.0%} of a large matrix product's {short(measured.matmul_flops)}FLOP/s")
+        (
+            "",
+            f"{format_count(reached)}FLOP/s",
+            f"{share:.0%} of a large matrix product's {format_count(measured.matmul_flops)}FLOP/s",
+        )
     ]
     if (mfu := measured.mfu) is not None:
-        rows.append(("", f"{mfu:.1%}", f"MFU, of the device's {short(measured.peak_flops)}FLOP/s"))
+        rows.append(("", f"{mfu:.1%}", f"MFU, of the device's {format_count(measured.peak_flops)}FLOP/s"))
     return rows

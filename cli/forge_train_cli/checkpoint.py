@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.present import gib
+from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
 from forge_train.loop.run import is_run
 
@@ -52,7 +52,12 @@ def list_checkpoints(run: Path | str, as_json: bool) -> None:
         screen.table(
             ("checkpoint", "step", "size", ""),
             [
-                (row["name"], f"{row['step']:,}", gib(row["bytes"]), row["problem"] or "latest" * row["latest"])
+                (
+                    row["name"],
+                    f"{row['step']:,}",
+                    format_bytes(row["bytes"]),
+                    row["problem"] or "latest" * row["latest"],
+                )
                 for row in rows
             ],
             right=(1, 2),
@@ -137,7 +142,7 @@ def inspect(path: Path, as_json: bool) -> None:
                 tensor["name"].removeprefix("model."),
                 " × ".join(map(str, tensor["shape"])) or "1",
                 tensor["dtype"],
-                gib(tensor["bytes"]),
+                format_bytes(tensor["bytes"]),
             )
             for tensor in weights
         ],
@@ -145,7 +150,7 @@ def inspect(path: Path, as_json: bool) -> None:
     )
     for title, those in (("weights", weights), ("optimizer and other state", rest)):
         elements = sum(_elements(tensor["shape"]) for tensor in those)
-        size = gib(sum(tensor["bytes"] for tensor in those))
+        size = format_bytes(sum(tensor["bytes"] for tensor in those))
         click.echo(f"\n{title}: {elements:,} values in {len(those)} tensors, {size}", nl=False)
     click.echo()
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from forge_train import __version__
 from forge_train.base.errors import ConfigError, describe
-from forge_train.base.present import gib
+from forge_train.base.format import format_bytes
 from forge_train.config.layers import Request
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train_tools.requests import PRESET
@@ -111,7 +111,7 @@ def _torch() -> Iterator[Check]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             known = torch.cuda.get_device_properties(index)
-            yield Check("device", "ok", f"cuda:{index} {known.name}, {gib(known.total_memory)}")
+            yield Check("device", "ok", f"cuda:{index} {known.name}, {format_bytes(known.total_memory)}")
     elif torch.backends.mps.is_available():
         yield Check("device", "ok", "mps")
     else:
@@ -177,7 +177,7 @@ def _disk(run_dir: Path) -> Iterator[Check]:
         yield Check("disk", "fail", f"{run_dir}: can't be written: {error.strerror or error}")
         return
     free = shutil.disk_usage(there).free
-    yield Check("disk", "ok" if free > ROOM else "warn", f"{run_dir}: {gib(free)} free")
+    yield Check("disk", "ok" if free > ROOM else "warn", f"{run_dir}: {format_bytes(free)} free")
 
 
 def _plugins() -> Iterator[Check]:

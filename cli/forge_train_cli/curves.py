@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from forge_train_kit.present import quantity, short
+from forge_train_kit.format import format_count, format_number
 
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 28
@@ -121,15 +121,15 @@ def _log_ticks(low: float, high: float) -> Iterator[tuple[float, str]]:
     first, last = math.ceil(low), math.floor(high)
     factors = (1,) if last - first >= 1 else (1, 2, 5) if high - low > 0.3 else ()
     if not factors:
-        yield from ((math.log10(value), quantity(value)) for value in _ticks(10**low, 10**high))
+        yield from ((math.log10(value), format_number(value)) for value in _ticks(10**low, 10**high))
         return
     apart = max(math.ceil((last - first + 1) / 8), 1)
     for power in range(math.floor(low), last + 1):
         for factor in factors:
             place = power + math.log10(factor)
             if low <= place <= high and power % apart == 0:
-                yield place, quantity(factor * 10.0**power)
+                yield place, format_number(factor * 10.0**power)
 
 
 def _short(value: float) -> str:
-    return short(value) if abs(value) >= 1000 else quantity(value)
+    return format_count(value) if abs(value) >= 1000 else format_number(value)

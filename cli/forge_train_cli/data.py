@@ -104,7 +104,7 @@ def _show(line: str) -> None:
 
 
 def _summary(out: Path, manifest: Manifest, report: Report) -> None:
-    from forge_train_kit.present import counted, duration
+    from forge_train_kit.format import format_duration, format_unit
 
     for file, reason in report.skipped.items():
         click.echo(f"{click.style('Left out:', fg='yellow')} {file}: {reason}", err=True)
@@ -114,10 +114,10 @@ def _summary(out: Path, manifest: Manifest, report: Report) -> None:
         for side, shards in manifest.shards.items()
     ]
     screen.table(("", "documents", "tokens", "shards"), [tuple(map(str, row)) for row in rows], right=(1, 2, 3))
-    rate = f", {counted(report.text / report.seconds, 'B')}/s" if report.read else ""
+    rate = f", {format_unit(report.text / report.seconds, 'B')}/s" if report.read else ""
     screen.line(
         f"{size / max(tokens, 1):.2f} bytes a token, {manifest.tokenizer['vocabulary']:,} token ids · "
-        f"{duration(report.seconds)}{rate}",
+        f"{format_duration(report.seconds)}{rate}",
         "dim",
     )
     if not manifest.shards["validation"] and manifest.settings["held_out"]:

@@ -104,14 +104,14 @@ def _show(findings: Findings) -> None:
 
 def about(findings: Findings) -> Iterator[tuple[str, str]]:
     """A description of the data, in rows of a name and a text."""
-    from forge_train.base.present import few
-    from forge_train_kit.present import several, short
+    from forge_train.base.format import format_list
+    from forge_train_kit.format import format_count, format_plural
 
     facts = findings.facts
     what = {
         "prepared": f"{facts.get('path')}, a folder of token shards",
         "tokens": f"{facts.get('path')}, a file of tokens of {facts.get('dtype')}",
-        "source": few(facts.get("sources", ())),
+        "source": format_list(facts.get("sources", ())),
     }
     yield "data", what[findings.kind]
     for side in ("train", "validation"):
@@ -125,18 +125,21 @@ def about(findings: Findings) -> Iterator[tuple[str, str]]:
         yield "learned", f"{findings.learned:,} tokens ({findings.learned / findings.tokens:.1%})"
     if "bytes" in facts:
         each = facts["bytes"] / findings.tokens
-        yield "text", f"{short(facts['bytes'])} bytes, {each:.2f} a token"
+        yield "text", f"{format_count(facts['bytes'])} bytes, {each:.2f} a token"
     if "tokenizer" in facts:
         yield "tokenizer", f"{facts['tokenizer']}, {facts['vocabulary']:,} token ids"
     else:
         yield "tokenizer", f"not known (--tokenizer); the largest id is {facts['largest']:,}"
     if findings.kind == "prepared":
-        yield "made of", f"{few(facts['sources'])} ({several(facts['source_files'], 'file')})"
+        yield "made of", f"{format_list(facts['sources'])} ({format_plural(facts['source_files'], 'file')})"
         yield "settings", ", ".join(f"{name} = {value}" for name, value in facts["settings"].items())
         yield "verified", "every shard holds what was written"
     elif findings.kind == "source":
-        part = f"the first {short(facts['bytes'])} bytes of text only, in {facts['files_read']:,} of"
-        yield "read", f"{part if facts['read'] == 'beginning' else 'all of'} {several(facts['source_files'], 'file')}"
+        part = f"the first {format_count(facts['bytes'])} bytes of text only, in {facts['files_read']:,} of"
+        yield (
+            "read",
+            f"{part if facts['read'] == 'beginning' else 'all of'} {format_plural(facts['source_files'], 'file')}",
+        )
 
 
 def bars(findings: Findings) -> Iterator[tuple[str, str, str]]:

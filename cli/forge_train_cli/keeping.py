@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.present import gib
+from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
 from forge_train.loop.run import is_run
 
@@ -53,7 +53,7 @@ def prune(run: Path | str, keep: int | None, keep_every: int | None, dry_run: bo
         click.echo(dumps({"dry_run": dry_run, "removed": rows}, indent=1))
         return
     for path, _, size in gone:
-        click.echo(f"{path} ({gib(size)}) {'would be' if dry_run else 'is'} removed")
+        click.echo(f"{path} ({format_bytes(size)}) {'would be' if dry_run else 'is'} removed")
     if not gone:
         click.echo(f"{run}: there is nothing to remove.")
 

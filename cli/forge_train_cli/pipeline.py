@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from forge_train.base.present import gib
-from forge_train_kit.present import column, short, time_span
+from forge_train.base.format import format_bytes
+from forge_train_kit.format import format_column, format_count, format_seconds
 from forge_train_tools.planning.drawing import IDLE, KINDS, OVERLAPPED, is_cut, kind_of, rows
 
 from . import screen
@@ -75,14 +75,14 @@ def _draw(made: Pipeline) -> None:
 
 def _stages(made: Pipeline) -> None:
     screen.line("")
-    peaks = column([stage.memory.peak for stage in made.stages])
-    kept = column([int(stage.kept) for stage in made.stages])
-    sent = column([int(sum(one.bytes for one in stage.communication)) for stage in made.stages])
+    peaks = format_column([stage.memory.peak for stage in made.stages])
+    kept = format_column([int(stage.kept) for stage in made.stages])
+    sent = format_column([int(sum(one.bytes for one in stage.communication)) for stage in made.stages])
     lines = [
         (
             f"stage {rank}",
             " ".join(map(str, stage.parts)),
-            short(stage.parameters),
+            format_count(stage.parameters),
             "–" if stage.flops_share is None else f"{stage.flops_share:.1%}",
             " + ".join(map(str, stage.in_flight.values())),
             kept[rank],
@@ -118,12 +118,12 @@ def _compared(made: Pipeline) -> Iterator[tuple[str, ...]]:
             _time(made, one.duration, plain=True),
             f"{one.bubble:.1%}",
             f"{one.in_flight:.3g}",
-            gib(one.kept or 0),
+            format_bytes(one.kept or 0),
             "this run" if one.current else "",
         )
 
 
 def _time(made: Pipeline, duration: float, *, plain: bool = False) -> str:
     if made.unit == "seconds":
-        return time_span(duration)
+        return format_seconds(duration)
     return f"{duration:.4g}" if plain else f"{duration:.4g} {made.unit}"

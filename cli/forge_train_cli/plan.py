@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.present import gib, run_length
+from forge_train.base.format import format_bytes, format_length
 from forge_train.base.strict_json import dumps
 from forge_train.config.layers import Request
-from forge_train_kit.present import column, counted, phase_name, short, time_span
+from forge_train_kit.format import format_column, format_count, format_phase, format_seconds, format_unit
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
 
@@ -81,8 +81,8 @@ def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
     screen.line(f"{setup.config.source} on {ranks}{nodes}", "bold")
     screen.line(
         f"{train.global_batch:,} sequences of {train.sequence:,} tokens a step "
-        f"({short(train.tokens_per_step)} tokens), {train.micro_batch} at a time{passes}"
-        + (f"; {run_length(train.epochs, train.total_steps)}" if train.epochs else "")
+        f"({format_count(train.tokens_per_step)} tokens), {train.micro_batch} at a time{passes}"
+        + (f"; {format_length(train.epochs, train.total_steps)}" if train.epochs else "")
     )
     if train.batch_warmup:
         first = ", ".join(f"{one.global_batch:,} for {one.steps:,} steps" for one in train.batch_warmup)
@@ -108,7 +108,13 @@ def _show_phases(made: Plan) -> None:
     screen.heading("Phases")
     if made.phases:
         rows = [
-            (phase_name(one["phase"], one["slot"]), _slot(one), one["plugin"], abbreviated(one["matched"]), one["note"])
+            (
+                format_phase(one["phase"], one["slot"]),
+                _slot(one),
+                one["plugin"],
+                abbreviated(one["matched"]),
+                one["note"],
+            )
             for one in made.phases
         ]
         screen.table(("phase", "slot", "plugin", "matched", "note"), rows)
@@ -198,7 +204,7 @@ def _show_memory(made: Plan) -> None:
         ("peak", memory.peak, "estimate: without the workspaces of kernels and the allocator's reserve"),
     ]
     rows = [row for row in rows if row[0] != "unsharded gradients" or memory.unsharded]
-    sizes = column([size for _, size, _ in rows])
+    sizes = format_column([size for _, size, _ in rows])
     screen.table(("", "", ""), [(row[0], size, row[2]) for row, size in zip(rows, sizes, strict=True)], right=(1,))
     for note in memory.notes:
         screen.line(f"  {note}", "yellow")
@@ -206,7 +212,7 @@ def _show_memory(made: Plan) -> None:
 
 def _show_communication(made: Plan) -> None:
     screen.heading("Sent by a rank in a step")
-    sizes = column([int(one.bytes) for one in made.communication])
+    sizes = format_column([int(one.bytes) for one in made.communication])
     rows = [
         (one.kind, f"{one.axis} ({one.ranks})", f"{one.count:,}", size, "across nodes" if one.crosses_nodes else "")
         for one, size in zip(made.communication, sizes, strict=True)
@@ -215,7 +221,9 @@ def _show_communication(made: Plan) -> None:
     for axis, least in made.expected_bytes.items():
         sent = sum(one.bytes for one in made.communication if one.axis == axis)
         if least:
-            screen.line(f"  along {axis}: {gib(sent)}, {sent / least:.3g} × the expected {gib(least)}")
+            screen.line(
+                f"  along {axis}: {format_bytes(sent)}, {sent / least:.3g} × the expected {format_bytes(least)}"
+            )
 
 
 def _show_work(made: Plan) -> None:
@@ -223,34 +231,34 @@ def _show_work(made: Plan) -> None:
     if made.flops_per_token is None:
         screen.line("  the model does not declare its FLOPs")
     else:
-        screen.line(f"  {counted(made.flops_per_token, 'FLOP')} per token, as MFU counts them: {FLOPS_CONVENTION}")
+        screen.line(f"  {format_unit(made.flops_per_token, 'FLOP')} per token, as MFU counts them: {FLOPS_CONVENTION}")
     if made.kernel_flops:
-        screen.line(f"  {counted(made.kernel_flops, 'FLOP')} in a rank's kernels a step, recomputation included")
+        screen.line(f"  {format_unit(made.kernel_flops, 'FLOP')} in a rank's kernels a step, recomputation included")
     roof = made.roofline
     if roof is None:
         return
     mfu = "" if roof.mfu is None else f", MFU {roof.mfu:.0%}"
     screen.heading(f"At most, on {roof.device}")
-    screen.line(f"  {short(roof.tokens_per_second)} tokens/s{mfu}, bound by {roof.bound}")
+    screen.line(f"  {format_count(roof.tokens_per_second)} tokens/s{mfu}, bound by {roof.bound}")
     rows = [
-        ("compute", time_span(roof.compute), "matrix products and attention, at the peak"),
-        ("memory", time_span(roof.memory), "products that wait for memory, and the optimizer"),
-        ("communication", time_span(roof.communication), "if none of it is hidden"),
+        ("compute", format_seconds(roof.compute), "matrix products and attention, at the peak"),
+        ("memory", format_seconds(roof.memory), "products that wait for memory, and the optimizer"),
+        ("communication", format_seconds(roof.communication), "if none of it is hidden"),
         (
             "the rest",
-            time_span(roof.fusible),
-            f"unless fused; {short(roof.unfused_tokens_per_second)} tokens/s with it",
+            format_seconds(roof.fusible),
+            f"unless fused; {format_count(roof.unfused_tokens_per_second)} tokens/s with it",
         ),
     ]
     screen.table(("", "", ""), rows, right=(1,))
     if roof.fits is not None and made.memory.peak is not None:
         verdict = "fits" if roof.fits else "does not fit"
-        screen.line(f"  {gib(made.memory.peak)} at the peak {verdict} into {gib(roof.memory_bytes)}")
+        screen.line(f"  {format_bytes(made.memory.peak)} at the peak {verdict} into {format_bytes(roof.memory_bytes)}")
 
 
 def _billions(parameters: int) -> str:
     """As models are called: `8.03B`."""
-    return short(parameters).replace("G", "B")
+    return format_count(parameters).replace("G", "B")
 
 
 def _stepped_aside(setup: Setup, request: Request) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from forge_train_kit.present import quantity, short
+from forge_train_kit.format import format_count, format_number
 
 from .curves import Curve, drawing
 
@@ -23,11 +23,11 @@ def in_terminal(values: Sequence[float]) -> Iterator[str]:
     top = max(values) or 1.0
     wide = min(WIDTH, len(values))
     columns = [values[index * (len(values) - 1) // max(wide - 1, 1)] for index in range(wide)]
-    labels = {HEIGHT - 1: quantity(top), 0: "0"}
+    labels = {HEIGHT - 1: format_number(top), 0: "0"}
     for line in reversed(range(HEIGHT)):
         eighths = (round(value / top * HEIGHT * 8) - line * 8 for value in columns)
         yield f"{labels.get(line, ''):>6} ▕" + "".join(_BLOCKS[min(max(one, 0), 8)] for one in eighths)
-    last = f"{short(len(values))} steps"
+    last = f"{format_count(len(values))} steps"
     yield f"{'':>8}1{last:>{max(len(columns) - 1, len(last) + 1)}}"
 
 

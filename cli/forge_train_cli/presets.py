@@ -15,7 +15,7 @@ import click
 from forge_train.base.names import presets as installed
 from forge_train.base.strict_json import dumps
 from forge_train.mesh.axes import of_domain
-from forge_train_kit.present import short
+from forge_train_kit.format import format_count
 
 from . import screen
 from .options import json_option
@@ -53,7 +53,7 @@ class Preset:
     def wants(self) -> str:
         """Processes, device and other requirements, in a phrase."""
         if self.parameters:
-            return f"{short(self.parameters).replace('G', 'B')} parameters; fits {self.hardware}" + (
+            return f"{format_count(self.parameters).replace('G', 'B')} parameters; fits {self.hardware}" + (
                 f"; {self.needs}" if self.needs else ""
             )
         several = f"{self.processes} process{'es' if self.processes > 1 else ''}"

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from forge_train import __version__
-from forge_train_kit.present import duration, phase_name, quantity
+from forge_train_kit.format import format_duration, format_number, format_phase
 from forge_train_tools.run_folder import RunFolder, differences, open_run
 
 from . import screen
@@ -96,7 +96,7 @@ def _outcomes(histories: Sequence[RunFolder]) -> str:
             _number(history.last.get("loss")),
             _number(history.evaluation.get("loss")),
             _number(history.last.get("tokens_per_second")),
-            duration(_seconds(history)),
+            format_duration(_seconds(history)),
         )
         cells = [f"<td>{_mark(run, history)}</td><td>{escape(history.outcome + why)}</td>"]
         cells += [f'<td class="n">{escape(number)}</td>' for number in numbers]
@@ -161,7 +161,7 @@ def _profiles(history: RunFolder) -> str:
 
 
 def _phase(entry: dict[str, Any]) -> tuple[str, str, str, str]:
-    return phase_name(entry["phase"], entry["slot"]), entry["plugin"], f"{len(entry['matched']):,}", entry["note"]
+    return format_phase(entry["phase"], entry["slot"]), entry["plugin"], f"{len(entry['matched']):,}", entry["note"]
 
 
 def _mark(run: int, history: RunFolder) -> str:
@@ -185,7 +185,7 @@ def _seconds(history: RunFolder) -> float:
 
 
 def _number(value: Any) -> str:
-    return "–" if value is None else quantity(float(value))
+    return "–" if value is None else format_number(float(value))
 
 
 def _value(value: Any) -> str:

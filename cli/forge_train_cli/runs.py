@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.present import gib
+from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
-from forge_train_kit.present import quantity, sparkline
+from forge_train_kit.format import format_number, sparkline
 from forge_train_tools.run_folder import RunFolder, differences, open_run, runs_in
 
 from . import screen
@@ -116,7 +116,7 @@ def show(run: str | None, run_dir: str, as_json: bool) -> None:
     if history.losses:
         screen.heading("Loss")
         screen.line(f"  {sparkline(history.losses, CURVE)}")
-        screen.line(f"  {quantity(history.losses[0])} → {quantity(history.losses[-1])}", "dim")
+        screen.line(f"  {format_number(history.losses[0])} → {format_number(history.losses[-1])}", "dim")
     if history.evaluations:
         screen.heading("Held out")
         names = list(history.evaluations[-1])
@@ -128,7 +128,7 @@ def show(run: str | None, run_dir: str, as_json: bool) -> None:
     screen.heading("Plugins")
     screen.table(("", "", ""), [(one["name"], one["distribution"], one["version"]) for one in history.plugins])
     screen.heading("Checkpoints")
-    rows = [(path.name, gib(size)) for path, size in history.checkpoints()]
+    rows = [(path.name, format_bytes(size)) for path, size in history.checkpoints()]
     screen.table(("", ""), rows, right=(1,)) if rows else screen.line("  none")
     if history.artifacts:
         screen.heading("Artifacts")
@@ -227,7 +227,7 @@ def _held_out(history: RunFolder) -> str:
     words = next((key for key in history.evaluation if key.endswith(".bits_per_byte")), "loss")
     value = history.evaluation.get(words)
     unit = " bits/byte" if words.endswith(".bits_per_byte") else ""
-    return "" if value is None else f"{quantity(value)}{unit}"
+    return "" if value is None else f"{format_number(value)}{unit}"
 
 
 def _spread(lines: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
@@ -242,7 +242,7 @@ def _number(value: Any) -> str:
         return "–"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return quantity(value) if isinstance(value, float) else str(value)
+    return format_number(value) if isinstance(value, float) else str(value)
 
 
 def _value(value: Any) -> str:

@@ -17,7 +17,7 @@ from forge_train.loop.weights import Patterns
 from forge_train.plugin.job import Job
 from forge_train.store.shards import Box
 
-from .present import indented
+from .format import format_lines
 from .state_map import Chain, Plan, StateMap, Step, View
 from .state_map.named import named
 from .state_map.views import Stored
@@ -101,7 +101,7 @@ def fill_views(model: Model, job: Job, path: Path, views: Mapping[str, View], so
     ]
     if lines:
         mapped = f"with {KEY}, " if train.init_map else ""
-        raise ConfigError(f"{path}: {mapped}its tensors are not those of this model:{indented(lines)}")
+        raise ConfigError(f"{path}: {mapped}its tensors are not those of this model:{format_lines(lines)}")
     may_lack.check(f"{path} lacks")
     may_exceed.check(f"{path} holds beside the model")
     fill(weights, Plan({name: view for name, view in given.items() if name in weights}), source)
@@ -116,7 +116,7 @@ def _apply(found: object, views: Mapping[str, View]) -> dict[str, View]:
     Chain((found,)).apply(step)
     wrong = [*step.wrong, *(f"{name}: given, but there is one already" for name in step.left if name in step.given)]
     if wrong:
-        raise ConfigError(f"{KEY}: the map does not fit the weights:{indented(wrong)}")
+        raise ConfigError(f"{KEY}: the map does not fit the weights:{format_lines(wrong)}")
     return {**{name: views[name] for name in step.left}, **step.given}
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge_train.base.present import gib
+from forge_train.base.format import format_bytes
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.world import World
@@ -168,7 +168,7 @@ def compare(everybody: list[Measured], slow: float) -> Iterator[Finding]:
     if len(everybody) > 1:
         took = max(one.reduce_seconds for one in everybody)
         rate = 2 * (len(everybody) - 1) / len(everybody) * 4 * REDUCED / took / 1e9
-        yield Finding("all-reduce", "ok", f"{gib(4 * REDUCED)} in {1e3 * took:.1f} ms: {rate:.2f} GB/s")
+        yield Finding("all-reduce", "ok", f"{format_bytes(4 * REDUCED)} in {1e3 * took:.1f} ms: {rate:.2f} GB/s")
         hosts = {one.host: one.clock for one in everybody}
         first, last = min(hosts, key=lambda host: hosts[host]), max(hosts, key=lambda host: hosts[host])
         apart = hosts[last] - hosts[first]
@@ -192,7 +192,7 @@ def disk(folder: Path) -> Iterator[Finding]:
         yield Finding("disk", "fail", f"{folder}: can't be written: {error.strerror or error}")
         return
     free = shutil.disk_usage(folder).free
-    yield Finding("disk", "ok" if free > ROOM else "warn", f"{folder}: {gib(free)} free, {rate:.0f} MB/s")
+    yield Finding("disk", "ok" if free > ROOM else "warn", f"{folder}: {format_bytes(free)} free, {rate:.0f} MB/s")
 
 
 def complaints(device: torch.device) -> Iterator[str]:

@@ -22,7 +22,7 @@ from forge_train_cli.screen import WIDEST
 from forge_train_kit.data.prepare.progress import Report
 from forge_train_kit.data.prepare.tasks import Preparation
 from forge_train_kit.data.stages import passes
-from forge_train_kit.present import phase_name, quantity
+from forge_train_kit.format import format_number, format_phase
 
 pytestmark = pytest.mark.unit
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.unit
     ],
 )
 def test_a_count_is_a_count(value: float, text: str) -> None:
-    assert quantity(value) == text
+    assert format_number(value) == text
 
 
 def ticks(drawn: str) -> list[str]:
@@ -163,4 +163,4 @@ def test_the_plan_of_bf16_has_no_float8_and_no_idle_precision(forge: Forge) -> N
     assert "SHARD" in shown
     assert "FLOAT8" not in shown
     assert "idle at this size" not in shown
-    assert phase_name("FLOAT8", "fp8") == "FLOAT8"
+    assert format_phase("FLOAT8", "fp8") == "FLOAT8"

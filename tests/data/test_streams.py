@@ -421,7 +421,7 @@ class TestPlugins:
     def test_tokens(self, folders: list[Path], packing: str) -> None:
         from forge_train_plugins.data.tokens import Tokens
 
-        assert Tokens.brings(Tokens.Config(path=str(folders[0]))) == {"tokenizer.path": "bytes"}
+        assert Tokens.implied_values(Tokens.Config(path=str(folders[0]))) == {"tokenizer.path": "bytes"}
         plugin = Tokens(Tokens.Config(path=str(folders[0]), packing=packing))  # type: ignore[arg-type]
         both: Counter[bytes] = Counter()
         for side in ("train", "validation"):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import ForgeError
-from .present import gib
+from .format import format_bytes
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """A full disk, a used-up quota, a limit on the size of files."""
@@ -78,5 +78,5 @@ def _disk(path: Path) -> str:
         usage = shutil.disk_usage(here)
         while not os.path.ismount(here):
             here = here.parent
-        return f"the disk at {here} has {gib(usage.free)} of {gib(usage.total)} left"
+        return f"the disk at {here} has {format_bytes(usage.free)} of {format_bytes(usage.total)} left"
     return f"the disk of {here}"

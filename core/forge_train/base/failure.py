@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .errors import FailureType, ForgeError, PluginError, Where, describe
 
-Kind = Literal["own", "lost", "timeout"]
+FailureKind = Literal["own", "lost", "timeout"]
 Phase = Literal[
     "configure", "start", "build", "load", "data", "forward", "step", "optimizer", "evaluate", "save", "loop"
 ]
@@ -82,7 +82,7 @@ def phase_of(error: BaseException) -> str:
     return next((one.phase for one in reversed(causes) if hasattr(one, "phase")), "start")
 
 
-def kind(error: BaseException) -> Kind:
+def kind(error: BaseException) -> FailureKind:
     """Classify an error: this rank's own, a timeout, or the loss of another rank."""
     for one in _causes(error):
         text = str(one)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..base.present import few
+from ..base.format import format_list
 
 _OTHERS = (
     (
@@ -51,5 +51,5 @@ def advice(path: Path) -> str:
             if any(path.match(pattern) for pattern in patterns.split()):
                 return f" {text}"
         elif found := sorted({str(file.relative_to(path)) for one in patterns.split() for file in path.glob(one)}):
-            return f" There is {few(found, 3)}. {text}"
+            return f" There is {format_list(found, 3)}. {text}"
     return ""

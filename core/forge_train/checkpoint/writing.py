@@ -19,8 +19,8 @@ from torch import Tensor
 from ..base import disk
 from ..base.errors import ForgeError
 from ..base.files import put, remove_remains, write_json, write_whole
+from ..base.format import format_bytes
 from ..base.new_folder import check_new
-from ..base.present import gib
 from ..mesh.distributed import DistributedContext
 from ..store.consolidated import Format
 from ..store.manifest import FORMAT
@@ -194,7 +194,7 @@ def _check_room(target: Path, size: int) -> None:
     while not here.exists():
         here = here.parent
     if shutil.disk_usage(here).free < size:
-        raise _refused(target, OSError(errno.ENOSPC, f"it takes {gib(size)}"))
+        raise _refused(target, OSError(errno.ENOSPC, f"it takes {format_bytes(size)}"))
 
 
 def _make_anew(folder: Path) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..base.errors import ConfigError, ForgeError, PluginError, locate
 from ..base.failure import during
+from ..base.format import format_list
 from ..base.places import place
-from ..base.present import few
 from ..contract.extra import Extra, ExtraModel
 from ..contract.model import Init, Model
 from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
@@ -296,4 +296,4 @@ def _in_several(parts: Sequence[nn.Module]) -> list[str]:
 
 
 def _some(label: str, names: list[str]) -> str:
-    return f"; {label}: {few(names)}" if names else ""
+    return f"; {label}: {format_list(names)}" if names else ""

@@ -64,9 +64,9 @@ class Update:
 
     def scale(self, k: Tensor | float) -> None:
         """Multiply every gradient, and the norm, by `k`."""
-        from ..mesh.tensors import present, scale
+        from ..mesh.tensors import gradients_of, scale
 
-        scale(present(self.parameters), k)
+        scale(gradients_of(self.parameters), k)
         self.grad_norm = self.grad_norm * k
 
     def veto(self, reason: str) -> None:

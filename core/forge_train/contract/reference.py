@@ -111,13 +111,13 @@ class PluginRef:
         return fingerprint(self.module, self.file)
 
 
-class Whose(str):
+class HookOrigin(str):
     """A plugin, its hook and the place of its implementation in words; it also knows the names of both."""
 
     plugin: str
     hook: str
 
-    def __new__(cls, text: str, plugin: str = "", hook: str = "") -> Whose:  # copies are made of the text alone
+    def __new__(cls, text: str, plugin: str = "", hook: str = "") -> HookOrigin:  # copies are made of the text alone
         made = super().__new__(cls, text)
         made.plugin, made.hook = plugin, hook
         return made

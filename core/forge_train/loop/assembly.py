@@ -73,11 +73,11 @@ def assemble(
     """
     composition = compose(job, allocate=False)
     allocate(composition, job)
-    return equip(job, composition.model, watcher)
+    return build_stepper(job, composition.model, watcher)
 
 
 @during("build")
-def equip(job: Job, model: Model, watcher: Watcher | None = None) -> Stepper:
+def build_stepper(job: Job, model: Model, watcher: Watcher | None = None) -> Stepper:
     """Optimizer, schedule and data for a composed model, and a stepper over them."""
     watcher = watcher or Watcher()
     optimizer = job.hooks.optimizer(model)

@@ -21,7 +21,7 @@ from ..contract.protocols import CheckpointCopies, CopyReport
 from ..mesh.distributed import DistributedContext
 from ..plugin.job import Job
 from . import model_files
-from .occasions import Occasions
+from .checkpoint_policy import CheckpointPolicy
 
 log = logging.getLogger("forge_train")
 
@@ -53,8 +53,8 @@ class _Flight:
 class Saver:
     """Saves checkpoints, one after the other, and reports them."""
 
-    def __init__(self, job: Job, occasions: Occasions) -> None:
-        self._job, self._occasions, self._config = job, occasions, job.config.checkpoint
+    def __init__(self, job: Job, policy: CheckpointPolicy) -> None:
+        self._job, self._policy, self._config = job, policy, job.config.checkpoint
         self._stack = ExitStack()
         self._around = job.hooks.span("save")
         self._beside = self._stack.enter_context(job.dist.beside()) if self._config.asynchronous else None
@@ -70,12 +70,12 @@ class Saver:
     def start(self, step: int) -> None:
         """The run begins after a step: what an earlier attempt could not copy elsewhere is tried again."""
         self.undo()
-        self._occasions.start(self._elsewhere.best() if self._config.folder and step else ())
+        self._policy.start(self._elsewhere.best() if self._config.folder and step else ())
         if self._job.dist.main:
-            for gone in _repaired(self._job, self._occasions, step):
+            for gone in _repaired(self._job, self._policy, step):
                 self._tell_gone(gone)
         if self._elsewhere.addresses:
-            self._spared = self._occasions.spared(step)
+            self._spared = self._policy.spared(step)
             self._elsewhere.send(self._spared)
 
     def bring(self, before: int) -> None:
@@ -136,14 +136,14 @@ class Saver:
         staged = stage_in(
             job.run.checkpoints,
             step,
-            state | {"best": self._occasions.saving(step)},
+            state | {"best": self._policy.saving(step)},
             job.dist,
             copies=self._copies if behind else None,
             before=self._plan,
             form=self._config.format,
         )
         self._plan = staged.shards.plan
-        self._spared = self._occasions.spared(step) if job.dist.main else set()
+        self._spared = self._policy.spared(step) if job.dist.main else set()
         spared, elsewhere = self._spared | self._elsewhere.sending, self._elsewhere.everywhere
 
         def write(by: DistributedContext) -> checkpoint.Saved:
@@ -272,7 +272,7 @@ class Saver:
             )
 
     def _tell_pruned(self, gone: checkpoint.Saved, path: str = "") -> None:
-        self._occasions.removed(gone.step)
+        self._policy.removed(gone.step)
         if self._job.dist.main:
             self._job.run.event("checkpoint_pruned", gone.step, path=path or gone.path.name)
         self._job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
@@ -280,13 +280,13 @@ class Saver:
 
 def repair_finished(job: Job) -> None:
     """Do for a run that is finished what `Saver.start` does for one that goes on; the main process calls this."""
-    occasions = Occasions(job)
-    occasions.start()
-    for gone in _repaired(job, occasions, job.steps):
+    policy = CheckpointPolicy(job)
+    policy.start()
+    for gone in _repaired(job, policy, job.steps):
         if not job.config.checkpoint.folder:  # where it is kept
             job.run.event("checkpoint_pruned", gone.step, path=gone.path.name)
 
 
-def _repaired(job: Job, occasions: Occasions, step: int) -> Iterator[checkpoint.Saved]:
+def _repaired(job: Job, policy: CheckpointPolicy, step: int) -> Iterator[checkpoint.Saved]:
     config = job.config.checkpoint
-    return repair(job.run.checkpoints, config.keep, config.keep_every, spared=occasions.spared(step))
+    return repair(job.run.checkpoints, config.keep, config.keep_every, spared=policy.spared(step))

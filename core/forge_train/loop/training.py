@@ -19,8 +19,8 @@ from ..step.evaluation import Evaluations
 from ..step.forward import close
 from ..step.meter import Meter
 from ..step.step import Progress, Stepper
+from .checkpoint_policy import CheckpointPolicy
 from .initial import load_initial
-from .occasions import Occasions
 from .resume import capture, optimizer_to_save, restore
 from .saver import Saver
 from .weights import Base, base_of, check_kept, load_extra
@@ -38,8 +38,8 @@ class Training:
         self._around_step = job.hooks.span("step")
         self._around_evaluate = job.hooks.span("evaluate")
         self._around_save = job.hooks.span("save")
-        self.occasions = Occasions(job)
-        self.saver = Saver(job, self.occasions)
+        self.policy = CheckpointPolicy(job)
+        self.saver = Saver(job, self.policy)
         self._meter = Meter(job)
         self.loss: float | None = None
 
@@ -107,10 +107,10 @@ class Training:
             if self.evaluations and (last or result.step % config.train.evaluate_every == 0):
                 self._evaluate(self.evaluations)
             self.saver.look()
-            self.occasions.ask()
+            self.policy.ask()
             if asked := self._requests(result):
                 return asked
-            if self.occasions.due(result.step) or last:
+            if self.policy.due(result.step) or last:
                 self._save(result, last=last)
                 self._rolled_back()
         self.saver.wait()
@@ -129,7 +129,7 @@ class Training:
             line["timing"] = sorted({*line.get("timing", ()), *timed})
         if self.job.dist.main:
             self.job.run.metrics(line)
-        self.occasions.measured(result.step, line)
+        self.policy.measured(result.step, line)
         self.job.hooks.on_log(LogRecord(result.step, self.job.steps, line, histograms))
 
     def _check_finite(self, loss: float, norm: float, result: StepResult) -> None:
@@ -156,7 +156,7 @@ class Training:
         self.stepper.waited = waited
         self.job.hooks.on_evaluate(found)
         self._event("evaluation", loss=found.loss, tokens=found.tokens, metrics=found.metrics)
-        self.occasions.measured(self.progress.step, {"loss": found.loss, **found.metrics}, evaluation=True)
+        self.policy.measured(self.progress.step, {"loss": found.loss, **found.metrics}, evaluation=True)
 
     def _requests(self, result: StepResult) -> Finished | None:
         """Act on what was asked of `job.control` during the step."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base.errors import ConfigError
 from ..base.failure import during
-from ..base.present import few
+from ..base.format import format_list
 from ..checkpoint import checkpoint, evaluated
 from ..checkpoint.evaluated import MODEL
 from ..checkpoint.seal import weights_digest
@@ -235,7 +235,7 @@ def compare_shapes(
         if saved.get(name) != here.get(name)
     ]
     if lines:
-        raise ConfigError(f"{path}: holds another model:\n  " + few(lines, 5, "\n  "))
+        raise ConfigError(f"{path}: holds another model:\n  " + format_list(lines, 5, "\n  "))
     may_lack.check(f"{path} lacks")
     may_exceed.check(f"{path} holds beside the model")
     files = {name: found[name] for name in weights if name in found}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..base.errors import ConfigError, Problem
-from ..base.present import few
+from ..base.format import format_list
 from .axes import AXES, CONFIGURED, Domain, of_domain
 
 
@@ -124,7 +124,7 @@ def named(ranks: Collection[int], layout: Layout) -> str:
     """`ranks 2, 3 (stage 1)`: their numbers, and the coordinates that all of them share."""
     places = [layout.coordinates(rank) for rank in ranks]
     shared = {axis: at for axis, at in places[0].items() if all(place[axis] == at for place in places)}
-    return f"rank{'s' * (len(ranks) > 1)} {few(sorted(ranks), 8)}{in_words(shared)}"
+    return f"rank{'s' * (len(ranks) > 1)} {format_list(sorted(ranks), 8)}{in_words(shared)}"
 
 
 def in_words(coordinates: Mapping[str, int]) -> str:

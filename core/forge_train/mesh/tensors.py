@@ -44,7 +44,7 @@ def held_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(part.numel() * part.element_size() for part in map(local, tensors) if part is not None)
 
 
-def present(parameters: Iterable[Tensor]) -> list[Tensor]:
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that are there."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 

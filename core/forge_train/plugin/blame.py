@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..base.errors import Where, locate
-from ..contract.reference import Whose
+from ..contract.reference import HookOrigin
 from .calls import EnabledPlugin, at_home, implemented
 from .specs import HookSpec
 
@@ -15,7 +15,7 @@ GIVING = ("slot", "chain", "phases", "steps", "spans")
 """Kinds of hooks that give what is called later."""
 
 
-def pass_through(error: BaseException, whose: Whose) -> None:
+def pass_through(error: BaseException, whose: HookOrigin) -> None:
     """Note on an exception that it came out of a function which a plugin's hook gave."""
     error.passed = (*getattr(error, "passed", ()), whose)  # type: ignore[attr-defined]
 
@@ -49,7 +49,7 @@ def note_plugin(
 
 def _gave(error: BaseException, owner: EnabledPlugin, specs: Mapping[str, HookSpec[..., Any]]) -> str:
     """The hook that gave the function of a plugin from which an error came; empty if several may have."""
-    passed: Iterable[Whose] = getattr(error, "passed", ())
+    passed: Iterable[HookOrigin] = getattr(error, "passed", ())
     if hook := next((one.hook for one in passed if one.plugin == owner.name), ""):
         return hook
     known = [specs[hook] for hook in implemented(owner.cls) if hook in specs]

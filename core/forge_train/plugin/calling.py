@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..base.errors import ConfigError, PluginError
 from ..contract.attention import KernelCapabilities
-from ..contract.reference import Whose
+from ..contract.reference import HookOrigin
 from .blame import note_plugin
 from .calls import Calls, EnabledPlugin, at_home, without
 from .guards import Guarded, nesting
@@ -74,7 +74,7 @@ class Caller:
             raise ConfigError(f"Plugins {names} both fill the slot {slot!r}; {without(owners)}.")
         return owners[0].name if owners else None
 
-    def whose(self, hook: str, name: str = "") -> Whose:
+    def whose(self, hook: str, name: str = "") -> HookOrigin:
         """A plugin, its hook and where it stands, for messages; the slot's provider where no plugin is named."""
         return self._calls.whose(hook, name or self.provider(hook) or "")
 

@@ -18,7 +18,7 @@ import pluggy
 
 from ..base.errors import ForgeError, PluginError, describe, locate
 from ..base.places import place, shown
-from ..contract.reference import PluginRef, Whose
+from ..contract.reference import HookOrigin, PluginRef
 from .hookspecs import SPECS
 from .plugin import MARK, PROJECT, Plugin
 from .returns import returned
@@ -160,10 +160,10 @@ class Calls:
     def owners(self, hook: str) -> list[EnabledPlugin]:
         return [call.owner for call in self._calls.get(hook, ())]
 
-    def whose(self, hook: str, name: str) -> Whose:
+    def whose(self, hook: str, name: str) -> HookOrigin:
         """The plugin, the hook and the place of its implementation, for messages."""
         text = next((call.whose(hook) for call in self._calls[hook] if call.owner.name == name), f"Hook {hook}")
-        return Whose(text, name, hook)
+        return HookOrigin(text, name, hook)
 
     def arguments(self, name: str, hook: str) -> frozenset[str]:
         """Names of the arguments that a plugin's implementation of a hook asks for."""

@@ -12,10 +12,10 @@ from ..base.errors import PluginError, locate
 from ..base.places import place
 from ..contract.batch import Batch, BatchPhase, Preparation, PrepareStep
 from ..contract.protocols import Span
-from ..contract.reference import Whose
+from ..contract.reference import HookOrigin
 from .blame import pass_through
 from .calls import Calls
-from .returns import CONTEXT, Kind, found, kind_of, results
+from .returns import CONTEXT, ReturnCheck, found, kind_of, results
 
 if TYPE_CHECKING:
     from ..mesh.distributed import DistributedContext
@@ -36,7 +36,7 @@ class Guarded:
         whose: the plugin and the hook, for messages.
     """
 
-    def __init__(self, inner: Any, protocol: type, whose: Whose) -> None:
+    def __init__(self, inner: Any, protocol: type, whose: HookOrigin) -> None:
         self._inner = inner
         for name, kind in results(protocol).items():
             if name == "__call__":
@@ -51,7 +51,7 @@ class Guarded:
         return self._call(*arguments, **more)
 
 
-def guarded(function: Callable[..., Any], kind: Kind, whose: Whose, name: str) -> Callable[..., Any]:
+def guarded(function: Callable[..., Any], kind: ReturnCheck, whose: HookOrigin, name: str) -> Callable[..., Any]:
     """A function whose results are checked."""
     problem = kind.problem
 
@@ -71,14 +71,14 @@ def guarded(function: Callable[..., Any], kind: Kind, whose: Whose, name: str) -
     return checked
 
 
-def first_state(stateful: Any, whose: Whose) -> dict[str, Any]:
+def first_state(stateful: Any, whose: HookOrigin) -> dict[str, Any]:
     """Return the initial state of a slot's object; called early, so that an error does not wait for the first save."""
     state: dict[str, Any] = guarded(stateful.state_dict, kind_of(dict[str, Any]), whose, "state_dict")()
     return state
 
 
 def preparing(
-    source: Whose, given: Sequence[tuple[str, Preparation]], calls: Calls, dist: DistributedContext
+    source: HookOrigin, given: Sequence[tuple[str, Preparation]], calls: Calls, dist: DistributedContext
 ) -> Prepare:
     """Combine what plugins do to the batches of a step into one function.
 
@@ -92,7 +92,7 @@ def preparing(
 
     hook, loaded = "prepare_batch", _first_batch()
 
-    def checked(name: str, one: Preparation, kind: Kind) -> Callable[..., Any]:
+    def checked(name: str, one: Preparation, kind: ReturnCheck) -> Callable[..., Any]:
         return calls.blamed(hook, name, guarded(one.apply, kind, calls.whose(hook, name), "the function"))
 
     changes = sorted(((one.phase, name, one) for name, one in given if not isinstance(one, PrepareStep)), key=_phase)
@@ -151,7 +151,7 @@ def _phase(step: tuple[BatchPhase, str, object]) -> BatchPhase:
     return step[0]
 
 
-def nesting(name: str, spans: Sequence[tuple[Whose, Span]], inside: list[str]) -> Span:
+def nesting(name: str, spans: Sequence[tuple[HookOrigin, Span]], inside: list[str]) -> Span:
     """Functions that make context managers as one, whose managers are nested in their order.
 
     Args:
@@ -177,7 +177,7 @@ def nesting(name: str, spans: Sequence[tuple[Whose, Span]], inside: list[str]) -
     return nested
 
 
-def _first_batch() -> Kind:
+def _first_batch() -> ReturnCheck:
     """A batch, of which the first is looked at field by field and axis by axis, and the others by their type."""
     kind, seen = kind_of(Batch), False
 
@@ -190,10 +190,10 @@ def _first_batch() -> Kind:
             return text
         return f"found one that does not fit together: {wrong}" if (wrong := value.problem()) else ""
 
-    return Kind(kind.words, problem)
+    return ReturnCheck(kind.words, problem)
 
 
-def _several_batches() -> Kind:
+def _several_batches() -> ReturnCheck:
     one = _first_batch()
 
     def problem(value: Any) -> str:
@@ -201,4 +201,4 @@ def _several_batches() -> Kind:
             return found(value)
         return next((text for item in value if (text := one.problem(item))), "")
 
-    return Kind("a list of Batch", problem)
+    return ReturnCheck("a list of Batch", problem)

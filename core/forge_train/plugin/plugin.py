@@ -92,7 +92,7 @@ class Plugin:
         self.config = config
 
     @classmethod
-    def brings(cls, config: Any) -> Mapping[str, Any]:
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
         """Values of other keys that follow from its section, for keys that nobody set: a folder of tokens brings
         `{"tokenizer.path": …}`. Keys of plugins that are not enabled are left out. Called before anything slow is
         imported."""

@@ -22,7 +22,7 @@ _TORCH = {"torch": "torch", "nn": "torch.nn", "Tensor": "torch.Tensor"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ReturnCheck:
     """Check that corresponds to an annotation."""
 
     words: str
@@ -32,7 +32,7 @@ class Kind:
 
 
 @cache
-def returned(spec: HookSpec[..., Any]) -> Kind:
+def returned(spec: HookSpec[..., Any]) -> ReturnCheck:
     """Return the kind of value that a hook must return.
 
     Raises:
@@ -62,12 +62,12 @@ def protocol_of(spec: HookSpec[..., Any]) -> type:
 
 
 @cache
-def results(protocol: type) -> dict[str, Kind]:
+def results(protocol: type) -> dict[str, ReturnCheck]:
     """Method of a protocol → what it must give."""
     return {name: _result(function) for name, function in _methods(protocol).items()}
 
 
-def kind_of(annotation: Any) -> Kind:
+def kind_of(annotation: Any) -> ReturnCheck:
     """Return the kind of value that an annotation stands for.
 
     Raises:
@@ -76,9 +76,9 @@ def kind_of(annotation: Any) -> Kind:
     annotation = _evaluated(annotation, vars(protocols))
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
-        return Kind("anything", lambda value: "")
+        return ReturnCheck("anything", lambda value: "")
     if annotation in (None, types.NoneType):
-        return Kind("None", lambda value: "" if value is None else found(value))
+        return ReturnCheck("None", lambda value: "" if value is None else found(value))
     if origin in _FORMS:
         return _FORMS[origin](*inner)
     if isinstance(origin, type) and issubclass(origin, Iterable):
@@ -104,7 +104,7 @@ def found(value: Any) -> str:
     return f"found {_article(type(value).__qualname__)}" + (f" of shape {list(shape)}" if shape is not None else "")
 
 
-def _result(function: Any) -> Kind:
+def _result(function: Any) -> ReturnCheck:
     return kind_of(_evaluated(function.__annotations__["return"], function.__globals__))
 
 
@@ -129,16 +129,16 @@ def _article(name: str) -> str:
     return f"{'an' if name.startswith((*'AEIOUaeio', 'HF')) else 'a'} {name}"
 
 
-def _class(cls: type) -> Kind:
+def _class(cls: type) -> ReturnCheck:
     if getattr(cls, "_is_protocol", False):
         return _protocol(cls)
     if dataclasses.is_dataclass(cls):
         return _record(cls)
     accepted = (int, float) if cls is float else cls
-    return Kind(_name(cls), lambda value: "" if isinstance(value, accepted) else found(value))
+    return ReturnCheck(_name(cls), lambda value: "" if isinstance(value, accepted) else found(value))
 
 
-def _union(*members: Any) -> Kind:
+def _union(*members: Any) -> ReturnCheck:
     kinds = sorted((kind_of(member) for member in members), key=lambda kind: kind.words == "None")
     words = [kind.words for kind in kinds]
     nothing = "None" in words
@@ -151,38 +151,38 @@ def _union(*members: Any) -> Kind:
             return ""
         return next((text for text in problems if text != found(value)), problems[0])
 
-    return Kind(" or ".join(filter(None, [", ".join(words[:-1]), words[-1]])), problem)
+    return ReturnCheck(" or ".join(filter(None, [", ".join(words[:-1]), words[-1]])), problem)
 
 
-def _marked(annotation: Any, mark: str) -> Kind:
+def _marked(annotation: Any, mark: str) -> ReturnCheck:
     """`Annotated[Tensor, "one value"]`, or `Annotated[Head, "nn.Module"]` for an object that must be that too."""
     if mark == "one value":
         return _scalar(annotation)
     base, kind = kind_of(mark), kind_of(annotation)
-    return Kind(base.words, lambda value: base.problem(value) or kind.problem(value))
+    return ReturnCheck(base.words, lambda value: base.problem(value) or kind.problem(value))
 
 
-def _scalar(tensor: Any) -> Kind:
+def _scalar(tensor: Any) -> ReturnCheck:
     def problem(value: Any) -> str:
         return "" if isinstance(value, tensor) and value.dim() == 0 else found(value)
 
-    return Kind("a 0-dim tensor", problem)
+    return ReturnCheck("a 0-dim tensor", problem)
 
 
-def _function(*signature: Any) -> Kind:
+def _function(*signature: Any) -> ReturnCheck:
     def problem(value: Any) -> str:
         if hasattr(value, "__enter__") and not isinstance(value, type):
             return f"{found(value)}, a context manager; return the function that makes it, without calling it"
         return "" if callable(value) else found(value)
 
-    return Kind("a function", problem)
+    return ReturnCheck("a function", problem)
 
 
-def _choice(*values: Any) -> Kind:
-    return Kind(" or ".join(map(repr, values)), lambda value: "" if value in values else found(value))
+def _choice(*values: Any) -> ReturnCheck:
+    return ReturnCheck(" or ".join(map(repr, values)), lambda value: "" if value in values else found(value))
 
 
-_FORMS: dict[Any, Callable[..., Kind]] = {
+_FORMS: dict[Any, Callable[..., ReturnCheck]] = {
     typing.Union: _union,
     types.UnionType: _union,
     typing.Annotated: _marked,
@@ -191,7 +191,7 @@ _FORMS: dict[Any, Callable[..., Kind]] = {
 }
 
 
-def _several(origin: type, inner: tuple[Any, ...]) -> Kind:
+def _several(origin: type, inner: tuple[Any, ...]) -> ReturnCheck:
     mixed = origin is tuple and ... not in inner
     of = kind_of(Any if mixed else inner[-1] if issubclass(origin, Mapping) else inner[0])
     word = "dictionary" if issubclass(origin, Mapping) else "tuple" if origin is tuple else "list"
@@ -205,14 +205,14 @@ def _several(origin: type, inner: tuple[Any, ...]) -> Kind:
         return f"{found(value)}, and in it {wrong.removeprefix('found ')}" if wrong else ""
 
     bare = " or ".join(one.partition(" ")[2] or one for one in of.words.split(" or "))
-    return Kind(f"a {word}" if of.words == "anything" else f"a {word} of {bare}", problem)
+    return ReturnCheck(f"a {word}" if of.words == "anything" else f"a {word} of {bare}", problem)
 
 
-def _record(cls: type) -> Kind:
+def _record(cls: type) -> ReturnCheck:
     names = vars(sys.modules[cls.__module__])
 
     @cache
-    def kinds() -> list[tuple[str, Kind]]:
+    def kinds() -> list[tuple[str, ReturnCheck]]:
         fields = dataclasses.fields(typing.cast(Any, cls))
         return [(field.name, kind_of(_evaluated(field.type, names))) for field in fields]
 
@@ -224,10 +224,10 @@ def _record(cls: type) -> Kind:
                 return f"found one whose `{name}` is not {kind.words}: {text}"
         return ""
 
-    return Kind(_article(cls.__name__), problem)
+    return ReturnCheck(_article(cls.__name__), problem)
 
 
-def _protocol(cls: type) -> Kind:
+def _protocol(cls: type) -> ReturnCheck:
     methods = _methods(cls)
     attributes = [name for name in vars(cls).get("__annotations__", ()) if not name.startswith("_")]
 
@@ -239,7 +239,7 @@ def _protocol(cls: type) -> Kind:
             return found(value) + ("" if missing == ["__call__"] else f", which lacks {', '.join(missing)}")
         return next((text for name, function in methods.items() if (text := _uncallable(value, name, function))), "")
 
-    return Kind("a function" if list(methods) == ["__call__"] else _article(cls.__name__), problem)
+    return ReturnCheck("a function" if list(methods) == ["__call__"] else _article(cls.__name__), problem)
 
 
 def _methods(cls: type) -> dict[str, Any]:
@@ -273,5 +273,5 @@ def _uncallable(value: Any, name: str, declared: Any) -> str:
     return ""
 
 
-CONTEXT = Kind("a context manager", lambda value: "" if hasattr(type(value), "__exit__") else found(value))
+CONTEXT = ReturnCheck("a context manager", lambda value: "" if hasattr(type(value), "__exit__") else found(value))
 """Result of a function of `around`."""

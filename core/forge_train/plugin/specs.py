@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack,
 from ..base.errors import PluginError
 from ..base.places import place
 
-Kind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
+HookKind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
 Stage = Literal["composition", "assembly", "start", "run"]
 """Moments of a run, in their order: the model is composed; optimizer, schedule, data and task are made; every plugin's
 `on_start` has returned; the run is over."""
@@ -29,7 +29,7 @@ class HookSpec(Generic[P, R]):
     """
 
     function: Callable[..., Any]
-    kind: Kind
+    kind: HookKind
     optional: bool = False
     """True if a slot may stay empty, or no plugin need claim a thing that a chain is asked about."""
     required: bool = False
@@ -64,8 +64,8 @@ class HookSpec(Generic[P, R]):
             raise PluginError(f"Hook {self.name!r} ({place(self.function)}) {text}.")
 
     def _problems(self) -> Iterator[str]:
-        if self.kind not in get_args(Kind):
-            yield f"is of an unknown kind {self.kind!r}; kinds are {', '.join(get_args(Kind))}"
+        if self.kind not in get_args(HookKind):
+            yield f"is of an unknown kind {self.kind!r}; kinds are {', '.join(get_args(HookKind))}"
         if self.asked not in (*get_args(Stage), None):
             yield f"says asked={self.asked!r}; write one of {', '.join(map(repr, get_args(Stage)))}, or None"
         for option, kinds in _KINDS.items():
@@ -108,7 +108,7 @@ class HookSpec(Generic[P, R]):
         return result
 
 
-_KINDS: Mapping[str, tuple[Kind, ...]] = {
+_KINDS: Mapping[str, tuple[HookKind, ...]] = {
     "optional": ("slot", "chain"),
     "required": ("slot",),
     "default": ("slot", "chain"),
@@ -157,7 +157,7 @@ def hookspec(
 def hookspec(
     kind: Literal["phases", "steps"], **options: Unpack[Options]
 ) -> Callable[[_F[P, Any]], HookSpec[P, list[tuple[str, Any]]]]: ...
-def hookspec(kind: Kind, **options: Unpack[Options]) -> Any:
+def hookspec(kind: HookKind, **options: Unpack[Options]) -> Any:
     """Declare a hook: a function without a body, whose arguments and annotation are what implementations get and give.
 
     Args:

@@ -103,11 +103,11 @@ def _bring(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -
     brought = False
     for plugin in enabled:
         try:
-            values = plugin.cls.brings(sections[plugin.name])
+            values = plugin.cls.implied_values(sections[plugin.name])
         except Exception as error:
-            locate(error, plugin=plugin.name, hook="brings")
+            locate(error, plugin=plugin.name, hook="implied_values")
             if not isinstance(error, ForgeError):
-                error.add_note(plugin_note(plugin.ref, "brings"))
+                error.add_note(plugin_note(plugin.ref, "implied_values"))
             raise
         for name, value in values.items():
             key = tuple(name.split("."))

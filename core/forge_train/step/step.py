@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..base.errors import PluginError
 from ..base.failure import during
-from ..base.present import few
+from ..base.format import format_list
 from ..contract.auxiliary import loss_scaling
 from ..contract.batch import Batch
 from ..contract.events import StepResult, Update
 from ..contract.model import Model
 from ..contract.protocols import Loader, LossScale, Schedule
 from ..contract.transform import MicroBatch
-from ..mesh.tensors import full_tensor, present, scale
+from ..mesh.tensors import full_tensor, gradients_of, scale
 from ..plugin.job import Job
 from ..registry.unused import note_unused
 from ..store.placement import reduce_partial
@@ -149,7 +149,7 @@ class Stepper(Forward):
             total = self.executor.train(batches, factor * (power / (counts.weight or 1.0)))
         self.job.step.batch = None
         self.model.after_backward()
-        gradients = present(self.parameters)
+        gradients = gradients_of(self.parameters)
         if self.loss_scale is not None or power != ranks:
             scale(gradients, ranks / power / factor)
         norms: list[tuple[list[int], Tensor]] = []
@@ -165,7 +165,7 @@ class Stepper(Forward):
     def apply(self, update: Update) -> None:
         """Clip the gradients, and take the optimizer's step."""
         limit = self.job.config.train.clip_norm
-        if limit and (gradients := present(self.parameters)):
+        if limit and (gradients := gradients_of(self.parameters)):
             clip(gradients, update.grad_norm, limit)
         with self._around_optimizer():
             self.optimizer.step()
@@ -181,7 +181,7 @@ def _check_parameters(job: Job, model: Model, optimizer: torch.optim.Optimizer) 
     if lost := [name for name, number in trained.items() if number not in given]:
         raise PluginError(
             f"{job.hooks.whose('optimizer')}: {len(lost)} of {len(trained)} trainable parameters are in no group "
-            f"({few(lost)}). Add them, or freeze them with requires_grad_(False)."
+            f"({format_list(lost)}). Add them, or freeze them with requires_grad_(False)."
         )
     if given - {id(parameter) for parameter in model.parameters()}:
         raise PluginError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.base.files import is_remote
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train_kit.stores.remote import filesystem, patiently
 
 from .file import PACKED, File
@@ -201,4 +201,4 @@ def _kind(file: File) -> str:
 def _counted(files: Iterable[File]) -> str:
     """Count the files of each kind: `3 .parquet, 1 .md`."""
     counts = Counter(_kind(file) for file in files).most_common()
-    return few((f"{number:,} {kind}" for kind, number in counts), 6)
+    return format_list((f"{number:,} {kind}" for kind, number in counts), 6)

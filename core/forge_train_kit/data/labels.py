@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from forge_train import MASKED, ConfigError, Tokenizer
 from forge_train.base.errors import nearest
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train_kit.data.encoders import OffsetEncoder
 from forge_train_kit.heads import Classes
 
@@ -87,7 +87,7 @@ class Labels:
             if label in names:
                 return names.index(label)
             hint = nearest(label, names)
-            raise ConfigError(f"{where}: label {label!r} is not one of the classes {few(names)}.{hint}")
+            raise ConfigError(f"{where}: label {label!r} is not one of the classes {format_list(names)}.{hint}")
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
             return label
         raise ConfigError(

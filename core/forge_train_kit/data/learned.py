@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train.base.present import run_length
+from forge_train.base.format import format_length
 
 from . import progress
 from .documents import Documents
@@ -53,7 +53,7 @@ def tell_learned(
     epochs = train.epochs or sequences(job) / rows
     times = f"{part(epochs)} epochs of {rows:,} rows"
     if train.epochs:
-        times = f"{rows:,} rows an epoch; {run_length(epochs, job.steps)}"
+        times = f"{rows:,} rows an epoch; {format_length(epochs, job.steps)}"
     progress.tell(
         f"{name}: {len(pieces.document) // group:,} {unit} of {tokens:,} tokens{texts}, {learned:,} of them learned "
         f"({learned / max(tokens, 1):.1%}); the longest has {int(lengths.max(initial=0)):,} tokens; {lost}"

@@ -102,7 +102,7 @@ class DataPlugin(Plugin):
 
 
 def bucket_values(packing: str) -> dict[str, Any]:
-    """Return the values implied by packing in buckets: for `brings`."""
+    """Return the values implied by packing in buckets: for `implied_values`."""
     return {"train.micro_batch": 1} if packing == "buckets" else {}
 
 

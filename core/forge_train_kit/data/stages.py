@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from forge_train.base.present import few, gib
+from forge_train.base.format import format_bytes, format_list
 
-from ..present import several
+from ..format import format_plural
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -28,8 +28,8 @@ _PACKING = {
 def counted(files: Sequence[File]) -> str:
     """`3 files (3 .jsonl), 1.2 MiB`."""
     kinds = Counter(f".{file.suffix}" if file.suffix else file.name for file in files).most_common()
-    size = gib(sum(file.size() for file in files))
-    return f"{several(len(files), 'file')} ({few(f'{count:,} {kind}' for kind, count in kinds)}), {size}"
+    size = format_bytes(sum(file.size() for file in files))
+    return f"{format_plural(len(files), 'file')} ({format_list(f'{count:,} {kind}' for kind, count in kinds)}), {size}"
 
 
 def sides(found: Mapping[Side, Documents]) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from forge_train.base.errors import ConfigError, PluginError
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 
-from ..present import indented
+from ..format import format_lines
 from ..state_map import Plan, Step
 from ..state_map.views import View
 from .folder import CONFIG, DTYPES, Folder
@@ -71,7 +71,8 @@ def plan(
     readable = folder.described().keys() == folder.tensors.keys()
     if lost and readable and not step.left and all(name.startswith("head.") for name in lost):
         headless = (
-            f"{folder.path} has no weights for the head ({few(lost)}). Name a folder that holds the whole model, or "
+            f"{folder.path} has no weights for the head ({format_list(lost)}). Name a folder that holds the "
+            f"whole model, or "
             f"begin a new head with {_set(options[0], lost)}{way_out}"
         )
     described = {**wanted, **{name: (view.shape, view.dtype) for name, view in beside.items()}}
@@ -93,7 +94,7 @@ def plan(
     if wrong or (wrong := step.wrong):
         if headless and all(": missing" in line for line in wrong):
             raise ConfigError(headless)
-        told = f"{folder.path}: the tensors are not those of the model in {whose}:{indented(wrong)}"
+        told = f"{folder.path}: the tensors are not those of the model in {whose}:{format_lines(wrong)}"
         raise ConfigError(told + way_out + folder.quantised())
     return Plan({name: view for name, view in step.given.items() if name in wanted})
 
@@ -187,20 +188,21 @@ def _expected(
         raise ConfigError(headless)
     if lines and foreign:
         raise ConfigError(
-            f"{folder.path} holds {few(foreign)}, which no parameter of this model takes. Enable the plugins of its "
+            f"{folder.path} holds {format_list(foreign)}, which no parameter of this model takes. Enable the "
+            f"plugins of its "
             f"model ({', '.join(layout.sections)}), or leave out what does not fit with {_set(options[1], foreign)}"
         )
     if lines and whose != CONFIG:
-        told = f"{folder.path / CONFIG} describes a different model than {whose}:{indented(lines)}"
+        told = f"{folder.path / CONFIG} describes a different model than {whose}:{format_lines(lines)}"
         raise ConfigError(told + way_out)
     if step.left and not step.wrong:
         ends = {".".join(name.split(".")[-2 if name.endswith((".weight", ".bias")) else -1 :]) for name in step.left}
         raise ConfigError(
-            f"{folder.path} has no weights for parameters that a plugin added:{indented(lines)}\nTo start them anew: "
-            + _set(options[0], [f"*.{end}" for end in sorted(ends)])
+            f"{folder.path} has no weights for parameters that a plugin added:{format_lines(lines)}\nTo start "
+            f"them anew: " + _set(options[0], [f"*.{end}" for end in sorted(ends)])
         )
     if lines:
-        raise PluginError("import_hf describes a different model than the one that was built:" + indented(lines))
+        raise PluginError("import_hf describes a different model than the one that was built:" + format_lines(lines))
     return {name: view.shape for name, view in step.given.items()}
 
 
@@ -261,7 +263,9 @@ def plan_export(source: Path, layout: HFModel, stored: Mapping[str, View]) -> Pl
     step = Step(stored)
     layout.map.inverse().apply(step)
     if step.left:
-        raise ConfigError(f"{source}: the Hugging Face layout has no place for" + indented(sorted(step.left)))
+        raise ConfigError(f"{source}: the Hugging Face layout has no place for" + format_lines(sorted(step.left)))
     if step.wrong:
-        raise ConfigError(f"{source}: its tensors don't match the description from export_hf:" + indented(step.wrong))
+        raise ConfigError(
+            f"{source}: its tensors don't match the description from export_hf:" + format_lines(step.wrong)
+        )
     return Plan(step.given)

@@ -13,14 +13,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError, describe
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.base.untrusted import load_json, parse_json, regular_size
 from forge_train.checkpoint.not_a_model import advice
 from forge_train.loop.model_files import check_pointer, files
 from forge_train.store.consolidated import INDEX
 from forge_train.store.shards import whole
 
-from ..present import indented
+from ..format import format_lines
 from ..state_map import Box
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
@@ -186,7 +186,7 @@ def _cut_short(file: Path) -> str:
     except (OSError, ValueError, TypeError, LookupError, AttributeError):  # the header is not what it should be
         return ""
     needs = max(ends.values(), default=0)
-    return f"it has {size:,} of {needs:,} bytes, and {few(cut)} {_are(cut)} cut off." if cut else ""
+    return f"it has {size:,} of {needs:,} bytes, and {format_list(cut)} {_are(cut)} cut off." if cut else ""
 
 
 def _are(names: Sequence[str]) -> str:
@@ -210,5 +210,5 @@ def _indexed(path: Path) -> dict[str, Entry]:
         wrong += [f"{name}: {tensor} is in it, but not in the index" for tensor in sorted(inside.keys() - listed)]
         found |= inside
     if wrong:
-        raise ConfigError(f"{path / INDEX} does not match the files:" + indented(wrong))
+        raise ConfigError(f"{path / INDEX} does not match the files:" + format_lines(wrong))
     return found

@@ -16,7 +16,7 @@ from forge_train.plugin.hooks import Hooks
 from forge_train.plugin.job import Job
 
 from .. import hookspecs
-from ..present import indented
+from ..format import format_lines
 from ..weights import fill, fill_views
 from . import fit
 from .folder import CONFIG, Folder, is_hugging_face
@@ -55,7 +55,7 @@ def _mapped(model: Model, job: Job, folder: Folder, layout: HFModel) -> InitialW
     stored = {name: one for name, one in folder.described().items() if not layout.is_leftover(name)}
     step = max((one.trace(stored) for one in (layout.map, *layout.others)), key=lambda one: len(one.taken))
     if step.wrong:
-        raise ConfigError(f"{folder.path}: the tensors are not those of its model:{indented(step.wrong)}")
+        raise ConfigError(f"{folder.path}: the tensors are not those of its model:{format_lines(step.wrong)}")
     left = {name: step.tensors[name] for name in step.left}
     return fill_views(model, job, folder.path, {**step.given, **left}, folder)
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from forge_train.base.errors import ConfigError, nearest
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -104,7 +104,7 @@ def _indices(
     everybody = [name for _, found in stages for name in found]
     for index, group in enumerate(groups):
         if index not in used and job.dist.complete:
-            hint = nearest(group.match, everybody) or f" There are {few(everybody)}."
+            hint = nearest(group.match, everybody) or f" There are {format_list(everybody)}."
             raise ConfigError(f"{key}: {group.match!r} matches no trainable parameter.{hint}", key=key)
         if group.lr == 1 and group.weight_decay is None:
             raise ConfigError(f"{key}: {group.match!r} changes nothing; set its lr or its weight_decay.", key=key)

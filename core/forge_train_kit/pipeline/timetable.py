@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 
 
 class Work(enum.Enum):
@@ -154,7 +154,7 @@ class Timetable:
             missing = next(part for part in range(last) if part not in homes)
             raise ConfigError(f"The timetable has part {last}, but nothing for part {missing}.")
         if idle := sorted(set(range(len(self.ranks))) - set(homes.values())):
-            raise ConfigError(f"Nothing is to be done on rank {few(idle)}.")
+            raise ConfigError(f"Nothing is to be done on rank {format_list(idle)}.")
 
     def _check_complete(self) -> None:
         seen: set[Action] = set()
@@ -186,7 +186,7 @@ class Timetable:
                     f"{need} of rank {self.placement[need.part]}" for need in self._missing(slot, self._before(order))
                 ]
                 raise ConfigError(
-                    f"The timetable never ends: rank {rank} waits at {slot} for {few(missing)}, "
+                    f"The timetable never ends: rank {rank} waits at {slot} for {format_list(missing)}, "
                     "which can't come before it."
                 )
 

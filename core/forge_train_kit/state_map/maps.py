@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.store.shards import Box, whole
 
 from .views import Fetch, Shape, Stored, View, read, reads, write
@@ -88,7 +88,7 @@ class StateMap(ABC):
         step = self.trace(tensors)
         wrong = [*step.wrong, *(f"{name}: nothing takes it" for name in step.left)]
         if wrong:
-            raise ConfigError("The tensors don't fit the state map:\n  " + few(wrong, 8, "\n  "))
+            raise ConfigError("The tensors don't fit the state map:\n  " + format_list(wrong, 8, "\n  "))
         return Plan(step.given)
 
     def __rshift__(self, then: StateMap) -> StateMap:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from forge_train.base.errors import ConfigError, ForgeError
 from forge_train.base.files import put
+from forge_train.base.format import format_bytes
 from forge_train.base.new_folder import alone, check_new, claimed
-from forge_train.base.present import gib
 from forge_train.base.untrusted import parse_json
 from forge_train.checkpoint.found import is_kept
 from forge_train.checkpoint.seal import moved, sync, verify
@@ -213,7 +213,9 @@ class Store:
             ConfigError: if the manifest is damaged, the store can't be read, or the disk has no room.
         """
         if (free := shutil.disk_usage(folder).free) < stored.bytes:
-            raise ConfigError(f"{self.at(stored.name)} takes {gib(stored.bytes)}; {folder} has {gib(free)} left.")
+            raise ConfigError(
+                f"{self.at(stored.name)} takes {format_bytes(stored.bytes)}; {folder} has {format_bytes(free)} left."
+            )
         sealed = self._sealed(stored)
         if isinstance(sealed, str):
             raise self._unusable(stored, sealed)

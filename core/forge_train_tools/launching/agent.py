@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.mesh.world import FORGE_LAUNCHED
 
 from .causes import as_words, by_cause, frames, top
@@ -252,7 +252,7 @@ class _Agent(LocalElasticAgent):
         self._worker_group.spec.local_world_size = world
         who = "All ranks"
         if lost := self.places.lost:
-            failed = f"Place{'s' * (len(lost) > 1)} {few(lost, 8)} failed twice in a row"
+            failed = f"Place{'s' * (len(lost) > 1)} {format_list(lost, 8)} failed twice in a row"
             who = f"{failed}; {world} of {self.places.count} ranks will"
         why = f"{first.who} {as_words(first)} {who} start again (attempt {attempt} of {self.restarts})."
         self.on_restart(Restart(why, first, attempt, world))

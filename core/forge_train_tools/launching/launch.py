@@ -21,14 +21,14 @@ from typing import Any, Literal
 from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
 from forge_train.base.failure import Failure
 from forge_train.base.files import write_json
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.base.strict_json import loads
 from forge_train.mesh.layout import Layout, in_words
 from forge_train.mesh.world import World
 
 RESERVED = 16_384
 """Bytes of a rank's outcome that there is room for in any case."""
-Kind = Literal["own", "lost", "timeout", "killed", "hung"]
+ExitKind = Literal["own", "lost", "timeout", "killed", "hung"]
 """Why a rank ended: an error of its own, one because another rank was gone or did not come in time, a signal, or it
 did not end at all."""
 
@@ -40,7 +40,7 @@ class WorkerResult:
     rank: int
     code: int
     """Of the command, as it would be in one process."""
-    kind: Kind = "own"
+    kind: ExitKind = "own"
     message: str = ""
     """Its failure, as the user reads it."""
     result: dict[str, Any] = field(default_factory=dict)
@@ -204,7 +204,7 @@ def _ranks(some: Sequence[WorkerResult]) -> str:
     """Their numbers, and the coordinates that all of them share."""
     shared = set.intersection(*(set(one.coordinates.items()) for one in some))
     where = {axis: at for axis, at in some[0].coordinates.items() if (axis, at) in shared}
-    return f"Rank{'s' * (len(some) > 1)} {few(sorted(one.rank for one in some), 8)}{in_words(where)}"
+    return f"Rank{'s' * (len(some) > 1)} {format_list(sorted(one.rank for one in some), 8)}{in_words(where)}"
 
 
 def outcome_file(folder: Path, attempt: int, rank: int) -> Path:

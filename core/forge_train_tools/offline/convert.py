@@ -18,10 +18,10 @@ from forge_train.registry.setup import resolve
 from forge_train.store.consolidated import SHARD_BYTES
 from forge_train.store.tensor_files import DTYPES
 from forge_train_kit.facts import ARCHITECTURES
+from forge_train_kit.format import format_lines
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import CONFIG, PACKED, Folder
 from forge_train_kit.hf.start import exported
-from forge_train_kit.present import indented
 from forge_train_kit.state_map import Plan, StateMap
 from forge_train_kit.state_map.named import named
 from forge_train_kit.state_map.views import Stored
@@ -91,7 +91,7 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def _described(folder: Folder, leftovers: HFModel | None = None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     found = {name: one for name, one in folder.tensors.items() if not (leftovers and leftovers.is_leftover(name))}
     if odd := [f"{name}: stored as {one.dtype}" for name, one in found.items() if one.dtype not in STORED]:
-        raise ConfigError(f"{folder.path}: unknown dtypes:{indented(odd)}")
+        raise ConfigError(f"{folder.path}: unknown dtypes:{format_lines(odd)}")
     return {name: (one.shape, STORED[one.dtype]) for name, one in found.items()}
 
 
@@ -100,7 +100,7 @@ def _as_it_is(folder: Folder, dtype: torch.dtype | None) -> Plan:
     if dtype and packed:
         raise ConfigError(
             f"{folder.path} is quantised, but a tensor without its scale has no meaning in another dtype. Name the "
-            f"layout that dequantises it with --architecture or --map.{indented(packed)}"
+            f"layout that dequantises it with --architecture or --map.{format_lines(packed)}"
         )
     return Plan({name: Stored(*one, name) for name, one in _described(folder).items()})
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError, describe
+from forge_train.base.format import format_list
 from forge_train.base.new_folder import check_new, claimed
-from forge_train.base.present import few
 from forge_train.base.untrusted import check_regular, copy_regular, load_json, regular_size
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.reading import state_problem
@@ -126,7 +126,7 @@ def import_dcp(source: Path, target: Path) -> Exchanged:
         made = {"from": str(source.absolute())}
         state = {"model": weights, "progress": {"step": 0, "tokens": 0}, "config": {}, "enabled": [], "imported": made}
         if left := sorted({*folder.index.tensors, *folder.index.others} - set(names.values())):
-            notes = (f"{few(left, 8)}: left out.",)
+            notes = (f"{format_list(left, 8)}: left out.",)
         notes = (*notes, f"Start from its weights with train.init_from={target}; train.init_map renames them.")
     step = state.pop("step", 0)
     beside = [source / name for name in BESIDE if (source / name).exists()]

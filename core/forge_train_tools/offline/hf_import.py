@@ -17,8 +17,8 @@ from torch import Tensor
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
+from forge_train.base.format import format_list
 from forge_train.base.new_folder import check_new, claimed
-from forge_train.base.present import few
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import initial, tied_groups
 from forge_train.config.layers import Request, preset
@@ -171,11 +171,11 @@ class _Import:
         drawn = [name for name in wanted if name not in plan.targets]
         notes = _tokenizer_notes(folder, unfit) if takes_file else ()
         if extra:
-            notes = (f"{few(extra, 8)}: left out.", *notes)
+            notes = (f"{format_list(extra, 8)}: left out.", *notes)
         if left_out:
-            notes = (f"{few(left_out, 8)}, of the folder's own head: left out.", *notes)
+            notes = (f"{format_list(left_out, 8)}, of the folder's own head: left out.", *notes)
         if drawn:
-            notes = (f"{few(drawn, 8)} start{'s' if len(drawn) == 1 else ''} as in a new model.", *notes)
+            notes = (f"{format_list(drawn, 8)} start{'s' if len(drawn) == 1 else ''} as in a new model.", *notes)
         dtype = getattr(torch, asked.dtype) if asked.dtype else None
         weights = {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in wanted.items()}
         for name, one in weights.items():

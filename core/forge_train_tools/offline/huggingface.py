@@ -15,7 +15,7 @@ from torch import Tensor
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.loop import model_files
 from forge_train.loop.model_files import vocabulary_of
@@ -77,7 +77,7 @@ def export_checkpoint(
     if not vocabulary_of(export.beside):
         notes += ("The run has no tokenizer's files to copy next to the weights.",)
     if export.left_out:
-        notes += (f"Left out, because the layout has no place for them: {few(export.left_out)}.",)
+        notes += (f"Left out, because the layout has no place for them: {format_list(export.left_out)}.",)
     return Exchanged(target, export.parameters, tuple(export.files.files), notes)
 
 

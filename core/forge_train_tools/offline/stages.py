@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_train.base.errors import ForgeError, PluginError, locate
-from forge_train.base.present import run_length
+from forge_train.base.format import format_length
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup
 
@@ -63,5 +63,5 @@ def _batch(setup: Setup, world: int) -> str:
     warm = "; smaller at first (train.batch_warmup)" if train.batch_warmup else ""
     return (
         f"{train.sequence:,} tokens × {train.micro_batch:,} sequences × {ranks:,} data ranks × {passes:,} passes = "
-        f"{train.tokens_per_step:,} tokens a step{warm}; {run_length(train.epochs, train.total_steps)}"
+        f"{train.tokens_per_step:,} tokens a step{warm}; {format_length(train.epochs, train.total_steps)}"
     )

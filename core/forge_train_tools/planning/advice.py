@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from forge_train.base.present import few, gib
+from forge_train.base.format import format_bytes, format_list
 from forge_train.contract.facts import SAVES
 from forge_train.mesh.axes import AXES
 from forge_train.registry.discovery import discover
@@ -29,15 +29,17 @@ def warnings(
         if AXES[axis].every_layer:
             size = sum(one.bytes for one in traffic if axis in one.axis.split(" × "))
             yield (
-                f"{axis} crosses nodes: its collectives, which each layer waits for, send {gib(size)} a step over the "
+                f"{axis} crosses nodes: its collectives, which each layer waits for, send {format_bytes(size)} "
+                f"a step over the "
                 f"slow network. Choose parallel.{axis} so that it divides the ranks of a node."
             )
     if whole and world > 1:
-        names = few(f"{giant.name} ({gib(giant.bytes)})" for giant in whole)
+        names = format_list(f"{giant.name} ({format_bytes(giant.bytes)})" for giant in whole)
         yield f"Each of the {world} ranks holds the whole of {names}.{_savers('parameters', 'spread parameters')}"
     if device is not None and memory.peak is not None and memory.peak > device.memory:
         yield (
-            f"A step takes {gib(memory.peak)} at its peak, and {device.name} has {gib(device.memory)}. A smaller "
+            f"A step takes {format_bytes(memory.peak)} at its peak, and {device.name} has "
+            f"{format_bytes(device.memory)}. A smaller "
             "train.micro_batch, or more ranks that share a copy of the model, need less."
             f"{_savers('activations', 'keep fewer activations')}"
         )

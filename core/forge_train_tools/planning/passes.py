@@ -17,7 +17,7 @@ WORKS: Mapping[str, Work] = {
     "weight": Work.WEIGHT_GRADIENT,
 }
 """Announcement of an executor → its work in a timetable."""
-Kind = tuple[int, Work]
+PassKey = tuple[int, Work]
 """Number of a part, and what is done with it."""
 
 
@@ -35,9 +35,9 @@ class Pass(NamedTuple):
 class Footprint:
     """Bytes of a rank's passes."""
 
-    takes: Mapping[Kind, int] = field(default_factory=dict)
+    takes: Mapping[PassKey, int] = field(default_factory=dict)
     """The most beyond what there was when a pass of the kind began."""
-    leaves: Mapping[Kind, tuple[int, int, int]] = field(default_factory=dict)
+    leaves: Mapping[PassKey, tuple[int, int, int]] = field(default_factory=dict)
     """By how much there is more after it: after the first pass of the kind, after one in between, and after the last.
     The first may gather weights or allocate gradients, and the last free or reduce them."""
 
@@ -49,7 +49,7 @@ class Footprint:
         """The most bytes at once, beyond those at the beginning of the step."""
         actions = timetable.actions(rank)
         total = Counter((one.part, one.work) for one in actions)
-        seen: Counter[Kind] = Counter()
+        seen: Counter[PassKey] = Counter()
         most = level = 0
         for one in actions:
             kind = (one.part, one.work)
@@ -67,11 +67,11 @@ class Footprint:
             {(number[part], work): sizes for (part, work), sizes in self.leaves.items()},
         )
 
-    def _takes(self, kind: Kind) -> int:
+    def _takes(self, kind: PassKey) -> int:
         """Return the bytes of a pass; a backward pass of which only halves were seen takes those of the larger half."""
         return self.takes.get(kind, max((self.takes.get(half, 0) for half in _halves(kind)), default=0))
 
-    def _leaves(self, kind: Kind) -> tuple[int, int, int]:
+    def _leaves(self, kind: PassKey) -> tuple[int, int, int]:
         if kind in self.leaves:
             return self.leaves[kind]
         first, middle, last = (
@@ -80,7 +80,7 @@ class Footprint:
         return first, middle, last
 
 
-def _halves(kind: Kind) -> list[Kind]:
+def _halves(kind: PassKey) -> list[PassKey]:
     return [(kind[0], work) for work in (Work.INPUT_GRADIENT, Work.WEIGHT_GRADIENT)]
 
 
@@ -92,8 +92,8 @@ def footprint(changes: Sequence[int], passes: Sequence[Pass], parts: Sequence[in
         passes: of the step, in order.
         parts: number of each part of the rank.
     """
-    takes: dict[Kind, int] = {}
-    leaves: dict[Kind, list[int]] = {}
+    takes: dict[PassKey, int] = {}
+    leaves: dict[PassKey, list[int]] = {}
     ends = [one.at for one in passes[1:]] + [len(changes)]
     for one, end in zip(passes, ends, strict=True):
         kind = (parts[one.part], one.work)

@@ -24,7 +24,7 @@ from forge_train.contract.batch import Batch
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Loader
 from forge_train.contract.transform import MicroBatch
-from forge_train.loop.assembly import equip
+from forge_train.loop.assembly import build_stepper
 from forge_train.mesh.tensors import held_bytes, local, state_of
 from forge_train.plugin.job import Job
 from forge_train.step.step import Watcher
@@ -147,7 +147,7 @@ class _Rehearsal(Watcher):
     def __init__(self, job: Job, model: Model, found: Recorded) -> None:
         self.found = found
         self.ledger = Ledger()
-        self.stepper = equip(job, model, self)
+        self.stepper = build_stepper(job, model, self)
         self.passes = passes_of(self.stepper, found)
         found.accumulation = self.stepper.accumulation
         self._begun: Counter[tuple[int, str]] = Counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 
 from .diagnose import BEFORE, of_choices
 from .later import GRADIENT, LOSS
@@ -49,7 +49,7 @@ def _judged_settings(
     start = different(one.first.start, other.first.start)
     allowed = ROUNDED_GRADIENT if rounded else NARROW_GRADIENT if narrow else GRADIENT
     checks = (
-        Check("initial weights", len(start), 0, "parameters that start differently", few(start)),
+        Check("initial weights", len(start), 0, "parameters that start differently", format_list(start)),
         Check("data", data, 0, "steps whose sequences are others", data_at),
     )
     steps = (

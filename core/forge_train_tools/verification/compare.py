@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 
 from .diagnose import BEFORE, diagnose, of_no_update
 from .follow import Followed
@@ -163,15 +163,21 @@ def _judged(
         *_metrics(one, layout, wide),
     )
     checks = (
-        Check("initial weights", len(start), 0, "parameters that start differently", few(list(start))),
+        Check("initial weights", len(start), 0, "parameters that start differently", format_list(list(start))),
         Check("peers", peers, 0, "ranks that saw another batch than their data-parallel peers", peers_at),
         Check("data", data, 0, "steps whose sequences are not those of one process", data_at),
         *(() if until == 0 else steps),
         *(_buffers(one.buffers, layout.buffers) if until is None else ()),
-        Check("replicas", len(apart) + spoken, 0, "parameters that are not bit-equal on all ranks", few(list(apart))),
+        Check(
+            "replicas",
+            len(apart) + spoken,
+            0,
+            "parameters that are not bit-equal on all ranks",
+            format_list(list(apart)),
+        ),
         *(
             side_effect_check(layout.ranks, "checkpoint")
-            or (Check("checkpoint", len(saved), 0, "tensors that one process loads differently", few(saved)),)
+            or (Check("checkpoint", len(saved), 0, "tensors that one process loads differently", format_list(saved)),)
         ),
         *side_effect_check(layout.ranks, "evaluation"),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.mesh.layout import named
 
 from .diagnose_later import of_evaluation, of_side_effects, of_updates
@@ -128,7 +128,8 @@ def of_vetoes(layout: Recording, followed: Followed) -> Iterator[str]:
         sides += [f"{named([rank.rank], layout.layout)} of the layout" for rank in ranks]
         reason = ranks[0].vetoes[step] if ranks else ours[step]
         yield (
-            f"A plugin vetoes step {step} in on_gradients on {few(sides)} alone ({reason!r}): there the weights stay "
+            f"A plugin vetoes step {step} in on_gradients on {format_list(sides)} alone ({reason!r}): there the "
+            f"weights stay "
             "as they were. What it decides must be the same on all ranks, and on one process."
         )
 
@@ -138,9 +139,8 @@ def of_no_update(layout: Recording) -> str:
     vetoes = layout.first.vetoes
     if not vetoes or len(vetoes) < len(layout.first.losses):
         return ""
-    return (
-        f"Every step was vetoed ({few(dict.fromkeys(vetoes.values()))}), so no update was compared: try more --steps."
-    )
+    reasons = format_list(dict.fromkeys(vetoes.values()))
+    return f"Every step was vetoed ({reasons}), so no update was compared: try more --steps."
 
 
 def _start(where: str, one: Recording, layout: Recording) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.mesh.layout import named
 
 from .follow import Followed
@@ -31,7 +31,7 @@ def of_updates(verdict: Verdict, layout: Recording, followed: Followed) -> Itera
     for key, (one, other) in list(followed.settings.items())[:3]:
         yield f"The optimizer's setting {key} is {one} on one process and {other} on the layout{where}."
     if lost := [one for one in states if math.isnan(one.ratio) and math.isinf(one.error)]:
-        yield f"The optimizer's {few([str(one) for one in lost])} is missing, or of another shape."
+        yield f"The optimizer's {format_list([str(one) for one in lost])} is missing, or of another shape."
     elif states:
         yield _states(states, followed, layout, where)
     else:
@@ -68,12 +68,14 @@ def _states(wrong: Sequence[Moved], followed: Followed, layout: Recording, where
         )
     if moving := [key for key in sorted(right) if key != "step"]:
         return (
-            f"The optimizer's {few(sorted(keys))} differs and {few(moving)} agrees{where}, from the same gradients: a "
-            f"setting that only {few(sorted(keys))} depends on, such as its decay (betas), is another."
+            f"The optimizer's {format_list(sorted(keys))} differs and {format_list(moving)} agrees{where}, from "
+            f"the same gradients: a "
+            f"setting that only {format_list(sorted(keys))} depends on, such as its decay (betas), is another."
         )
     names = sorted({one.name for one in wrong})
     return (
-        f"The optimizer's {few(sorted(keys))} of {group(names, layout.parameters)} is not what these gradients give"
+        f"The optimizer's {format_list(sorted(keys))} of {group(names, layout.parameters)} is not what these "
+        f"gradients give"
         f"{where}: they are changed between their global norm and the optimizer's step, its settings differ, or it "
         "takes shards for whole tensors."
     )
@@ -120,7 +122,8 @@ def of_side_effects(layout: Recording) -> Iterator[str]:
     for kind, what in kinds.items():
         for who, names in side_effects(layout.ranks, kind).items():
             yield (
-                f"{who or what} changes {few(names)}: evaluating and saving must leave weights, buffers and the "
+                f"{who or what} changes {format_list(names)}: evaluating and saving must leave weights, buffers "
+                f"and the "
                 "optimizer's state as they are."
             )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.contract.batch import Batch
 from forge_train.contract.protocols import Executor
 from forge_train.registry.setup import Setup
@@ -45,7 +45,7 @@ class Explanation:
                 f"Losses that the model attaches (attach_loss) weigh {1 + self.attached:.3g} times what they should in "
                 "the gradients, and the rest is right: each must be added once, over the ranks that share it."
             )
-        parts = few((f"{self._name(at)} {_times(share)}" for at, share in wrong), 4)
+        parts = format_list((f"{self._name(at)} {_times(share)}" for at, share in wrong), 4)
         return (
             f"The gradients of step 1 are those of its {len(self.shares)} micro-batches, but {parts}: every "
             "micro-batch of every rank must count once, and weigh as many tokens as it has unmasked."

@@ -20,7 +20,7 @@ from forge_train.base.errors import PluginError
 from forge_train.contract.events import Update
 from forge_train.loop.resume import restore
 from forge_train.loop.weights import compare_shapes, places
-from forge_train.mesh.tensors import present
+from forge_train.mesh.tensors import gradients_of
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 from forge_train.step.gradients import total_norm
@@ -176,7 +176,7 @@ class _Following(Watched):
             exact = torch.load(self.exact / f"{step}.pt", weights_only=True, mmap=True)
             found.own, found.apart = typical(errors(exact, own)), typical(errors(exact, given))
         put(self.model.named_parameters(), given)
-        found.norm = float(total_norm(present(update.parameters), self.job.dist)), float(norm)
+        found.norm = float(total_norm(gradients_of(update.parameters), self.job.dist)), float(norm)
         self.steps.append(found)
         self._update = _given(update, norm.to(self.job.device))
         return self._update

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.mesh.axes import FLATTENED
 
 from ..planning.meshes import groups
@@ -117,7 +117,7 @@ def group(names: Sequence[str], parameters: Mapping[str, str]) -> str:
     rest = set(parameters) - set(names)
     if not rest:
         return "all parameters"
-    first = few(names)
+    first = format_list(names)
     roles = {parameters.get(name, "") for name in names}
     if len(roles) == 1 and "" not in roles and not any(parameters[name] in roles for name in rest):
         return f"the {roles.pop()} ({first})"

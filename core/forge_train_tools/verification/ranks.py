@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.mesh.layout import named
 
 from .numbers import finite
@@ -54,7 +54,7 @@ def peers_apart(layout: Recording) -> tuple[int, str]:
         if leader.batches != rank.batches:
             one, other = (named([of.rank], layout.layout) for of in (rank, leader))
             apart.append(f"{one} and {other} (data-parallel rank {rank.data_rank})")
-    return len(apart), few(apart)
+    return len(apart), format_list(apart)
 
 
 def data_apart(one: Record, ranks: Sequence[Record]) -> tuple[int, str]:
@@ -65,7 +65,7 @@ def data_apart(one: Record, ranks: Sequence[Record]) -> tuple[int, str]:
         seen = [row for rank in leaders.values() if step < len(rank.batches) for row in rank.batches[step]]
         if sorted(seen) != sorted(expected):
             wrong.append(f"step {step + 1}")
-    return len(wrong), few(wrong)
+    return len(wrong), format_list(wrong)
 
 
 def metrics_apart(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, str]:
@@ -111,7 +111,7 @@ def side_effect_check(ranks: Sequence[Record], kind: SideEffect) -> tuple[Check,
     """A check for what is changed in evaluating or in saving, if anything is."""
     names = sorted({name for names in side_effects(ranks, kind).values() for name in names})
     what = {"evaluation": "evaluating", "checkpoint": "saving"}[kind]
-    return (Check(kind, len(names), 0, f"tensors that {what} changes", few(names)),) if names else ()
+    return (Check(kind, len(names), 0, f"tensors that {what} changes", format_list(names)),) if names else ()
 
 
 def different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

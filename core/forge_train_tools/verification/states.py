@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 
 from .numbers import finite
 from .verdict import Check, Verdict
@@ -110,7 +110,7 @@ def resume_check(layout: Recording, followed: Followed) -> tuple[Check, ...]:
     wrong = resumed_apart(layout)
     wrong += ["data position"] * (followed.position[0] != followed.position[1])
     says = "things that are different if the last step is taken again after a resume"
-    return (Check("resume", len(wrong), 0, says, few(wrong)),)
+    return (Check("resume", len(wrong), 0, says, format_list(wrong)),)
 
 
 def resumed_apart(layout: Recording) -> list[str]:
@@ -125,7 +125,8 @@ def of_states(verdict: Verdict, followed: Followed) -> Iterator[str]:
         own = [one for one in wrong if one.plugin == plugin]
         said = next((one.says for one in own if one.says), "")
         yield (
-            f"The state of plugin {plugin!r} ({few([one.key for one in own])}) is not what it is on one process after "
+            f"The state of plugin {plugin!r} ({format_list([one.key for one in own])}) is not what it is on one "
+            f"process after "
             f"the same steps{said and f': {said}'}. Its on_step makes something else of the same weights and numbers "
             "here, or its state_dict saves something else."
         )
@@ -149,12 +150,14 @@ def of_resume(verdict: Verdict, layout: Recording, followed: Followed) -> Iterat
         )
     elif plugins := sorted({name.split(".")[1] for name in apart if name.startswith(f"{PLUGINS}.")}):
         yield (
-            f"After a resume, the last step leaves plugin {few(plugins)} in another state: state_dict leaves out what "
+            f"After a resume, the last step leaves plugin {format_list(plugins)} in another state: state_dict "
+            f"leaves out what "
             "it needs, or load_state_dict does not put it back."
         )
     elif apart:
         yield (
-            f"After a resume, the last step, from the same sequences, gives other values of {few(_short(apart))}: "
+            f"After a resume, the last step, from the same sequences, gives other values of "
+            f"{format_list(_short(apart))}: "
             "something that decides a step is not in the checkpoint, or is not put back."
         )
 

@@ -116,7 +116,7 @@ class Mixture(DataPlugin):
     _losses: Losses | None = None
 
     @classmethod
-    def brings(cls, config: Any) -> Mapping[str, Any]:
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
         from forge_train_kit.data.tokens import tokenizer_of
 
         paths = [tokenizer_of(Path(source.path)) for source in config.sources]

@@ -83,7 +83,7 @@ class SFT(DataPlugin):
     _epoch: Pieces | None = None
 
     @classmethod
-    def brings(cls, config: Any) -> Mapping[str, Any]:
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
         return bucket_values(config.packing)
 
     @hookimpl

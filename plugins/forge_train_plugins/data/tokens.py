@@ -64,7 +64,7 @@ class Tokens(DataPlugin):
     _sides: Mapping[Side, Documents] | None = None
 
     @classmethod
-    def brings(cls, config: Any) -> Mapping[str, Any]:
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
         from forge_train_kit.data.tokens import tokenizer_of
 
         path = tokenizer_of(Path(config.path)) if config.path else ""

@@ -55,7 +55,7 @@ class HF(Plugin):
     config: Config
 
     @classmethod
-    def brings(cls, config: Any) -> Mapping[str, Any]:
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
         """The folder's tokenizer, and the hash of its `config.json`."""
         from forge_train.loop.model_files import files, vocabulary_of
 

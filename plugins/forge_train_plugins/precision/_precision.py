@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from forge_train import Applied, ConfigError, Specialisation
 from forge_train.base.errors import nearest
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train_kit.model import dtype_borders
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Rules:
     def _expect_matches(self, names: Sequence[str]) -> None:
         for rule in self.rules:
             if not any(fnmatchcase(name, rule.match) for name in names):
-                hint = nearest(rule.match, names) or f" There are {few(names)}."
+                hint = nearest(rule.match, names) or f" There are {format_list(names)}."
                 raise ConfigError(f"{KEY}: {rule.match!r} matches no module.{hint}", key=KEY)
         for name in names:
             self._dtype(name)

@@ -11,7 +11,7 @@ import torch
 
 from forge_train import FailedRun, ForgeError, Job, Model
 from forge_train.base.failure import phase_of
-from forge_train.base.present import gib
+from forge_train.base.format import format_bytes
 from forge_train.contract.facts import SAVES
 from forge_train.mesh.tensors import held_bytes, state_of
 from forge_train.registry.discovery import discover
@@ -83,9 +83,11 @@ class Report:
         place, held = phase_of(error), self.peak()
         words = _WORDS.get(place, place)
         at = words if place in ("build", "start") else f"step {step + 1}, {words}"
-        more = f"{gib(asked)} more were asked for ({asked:,} bytes)" if asked else "the requested size is unknown"
+        more = (
+            f"{format_bytes(asked)} more were asked for ({asked:,} bytes)" if asked else "the requested size is unknown"
+        )
         lines = [f"Out of memory on {self._job.device} ({at}): {more}.", "This rank's peak, by part:"]
-        lines += [f"  {part:<12} {gib(count):>10}" for part, count in asdict(held).items()]
+        lines += [f"  {part:<12} {format_bytes(count):>10}" for part, count in asdict(held).items()]
         advice = list(self._advice(place, held))
         lines += ["What would help:", *(f"  {line}" for line in advice)] if advice else []
         return OutOfMemoryError("\n".join([*lines, f"The traceback is in {self._failed.log}."]))

@@ -13,7 +13,7 @@ import numpy as np
 from forge_train import ConfigError
 from forge_train.base.errors import ForgeError
 
-from ...present import several
+from ...format import format_plural
 from ..chats import Learn
 from ..documents import Documents
 from ..files import File, find
@@ -233,7 +233,7 @@ class _Reading:
                     waiting, size = [], 0
         self._encode(waiting)
         if not self._lengths:
-            raise ConfigError(f"{KEY}: there is no text in {several(self.files, 'file')}.")
+            raise ConfigError(f"{KEY}: there is no text in {format_plural(self.files, 'file')}.")
         tokens, ends = np.concatenate(self._ids), np.cumsum(self._lengths, dtype=np.int64)
         mask = np.concatenate(self._masks) if self._maker.template else None
         return Shard(Path(self._files[0].address), tokens, ends, mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from forge_train_kit.present import counted, duration
+from forge_train_kit.format import format_duration, format_unit
 
 from ..progress import Telling
 from .tasks import Task
@@ -58,8 +58,8 @@ class Report:
         rate = self._done / max(seconds, 1e-9)
         left = (self._all - self._before - self._done) / rate if rate and seconds > SETTLED else None
         share = (self._before + self._done) / max(self._all, 1)
-        time_left = f", {duration(left)} left" if left is not None else ""
-        self._line(f"{share:4.0%} of {counted(self._all, 'B')}, {counted(rate, 'B')}/s{time_left}")
+        time_left = f", {format_duration(left)} left" if left is not None else ""
+        self._line(f"{share:4.0%} of {format_unit(self._all, 'B')}, {format_unit(rate, 'B')}/s{time_left}")
 
     def end(self, skipped: dict[str, str], text: int = 0) -> None:
         """Everything is done; there are so many bytes of text in all files."""
@@ -82,5 +82,5 @@ class Told(Report):
     def end(self, skipped: dict[str, str], text: int = 0) -> None:
         super().end(skipped, text)
         if self.read:
-            rate = counted(self.text / max(self.seconds, 1e-9), "B")
-            self._telling.done(f"{counted(self.text, 'B')}, {rate}/s, in {duration(self.seconds)}")
+            rate = format_unit(self.text / max(self.seconds, 1e-9), "B")
+            self._telling.done(f"{format_unit(self.text, 'B')}, {rate}/s, in {format_duration(self.seconds)}")

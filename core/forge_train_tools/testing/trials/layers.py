@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.compose.initialise import materialise
 from forge_train_kit.heads import HeadSpec, Trunk
 from forge_train_kit.model import Embedding, Linear, RMSNorm, TensorStyle, flops_per_token
@@ -55,7 +55,7 @@ def _trains(module: nn.Module, x: Tensor) -> str:
     require(x.grad is not None and bool(torch.isfinite(x.grad).all()), "its input gets no finite gradient")
     idle = [name for name, parameter in module.named_parameters() if parameter.grad is None]
     if idle:
-        raise DoubtError(f"{few(idle)} gets no gradient")
+        raise DoubtError(f"{format_list(idle)} gets no gradient")
     return f"{sum(parameter.numel() for parameter in module.parameters())} parameters"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.config.layers import DEFAULT, Value
 from forge_train.config.toml import Key
 from forge_train.config.validate import validate
@@ -29,7 +29,7 @@ def built_on_meta(bench: Bench) -> str:
     with torch.device("meta"):
         part = bench.job.hooks.build_model()
     allocated = [name for name, parameter in part.named_parameters() if not parameter.is_meta]
-    require(not allocated, f"{few(allocated)} has memory before it is asked for: build on the meta device")
+    require(not allocated, f"{format_list(allocated)} has memory before it is asked for: build on the meta device")
     require(any(True for _ in part.parameters()), "the model has no parameters")
     return f"{sum(parameter.numel() for parameter in part.parameters())} parameters"
 
@@ -79,7 +79,7 @@ def trains_every_parameter(bench: Bench) -> None:
     torch.autograd.backward(task.loss(model.parts[-1], hidden_states(model, batch), batch))
     idle = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     if idle:
-        raise DoubtError(f"{few(idle)} gets no gradient from a batch")
+        raise DoubtError(f"{format_list(idle)} gets no gradient from a batch")
 
 
 def declares_what_there_is(bench: Bench) -> str:

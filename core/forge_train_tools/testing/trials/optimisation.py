@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.checkpoint.state import load_optimizer_state, optimizer_state
 from forge_train.contract.model import Model
 from forge_train.store.tree import join, split
@@ -32,11 +32,11 @@ def optimizer_updates(bench: Bench) -> str:
     after = _weights(model)
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.grad is not None}
     still = sorted(names[one] for one in held if one in names and torch.equal(before[names[one]], after[names[one]]))
-    require(not still, f"a step leaves {few(still)} as it was")
+    require(not still, f"a step leaves {format_list(still)} as it was")
     require(all(bool(torch.isfinite(weight).all()) for weight in after.values()), "a step gives weights not finite")
     left = sorted(n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held)
     if left:
-        raise DoubtError(f"it leaves out {few(left)}, which requires a gradient")
+        raise DoubtError(f"it leaves out {format_list(left)}, which requires a gradient")
     return f"{len(held)} parameters in {len(optimizer.param_groups)} groups"
 
 
@@ -48,7 +48,7 @@ def optimizer_leaves_out_idle(bench: Bench) -> None:
     optimizer.step()
     idle = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     moved = [name for name in idle if not torch.equal(before[name], _weights(model)[name])]
-    require(not moved, f"{few(moved)} moved without a gradient")
+    require(not moved, f"{format_list(moved)} moved without a gradient")
 
 
 def optimizer_state_goes_round(bench: Bench) -> None:

@@ -19,7 +19,7 @@ from forge_train import ConfigError, Tokenizer
 from forge_train_kit.data.files import File
 from forge_train_kit.data.held_out import Side
 from forge_train_kit.data.tokenizers import encode_documents
-from forge_train_kit.present import several
+from forge_train_kit.format import format_plural
 
 from . import cache
 from .baseline import trigram_bits_per_byte
@@ -110,7 +110,7 @@ def open_corpus(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> Corpus:
     )
     if not len(corpus.train.tokens) + len(corpus.validation.tokens):
         raise ConfigError(
-            f"text.path: {name} is empty: there is not a single byte of text in {several(len(files), 'file')}"
+            f"text.path: {name} is empty: there is not a single byte of text in {format_plural(len(files), 'file')}"
         )
     return corpus
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 from forge_train_kit.data.progress import Telling
-from forge_train_kit.present import duration
+from forge_train_kit.format import format_duration
 
 
 class Progress:
@@ -37,7 +37,7 @@ class Progress:
 
     def _line(self, seconds: float) -> str:
         share = self._bytes / self._size if self._size else self._done / max(self._documents, 1)
-        left = duration(seconds / share - seconds) if 0 < share <= 1 else "–"
+        left = format_duration(seconds / share - seconds) if 0 < share <= 1 else "–"
         return f"{self._counted(seconds)}, {left} left"
 
     def _counted(self, seconds: float) -> str:
@@ -47,4 +47,4 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         seconds = time.perf_counter() - self._began
         if error is None:
-            self._telling.done(f"{self._counted(seconds)}, in {duration(seconds)}")
+            self._telling.done(f"{self._counted(seconds)}, in {format_duration(seconds)}")

@@ -26,7 +26,7 @@ TRUNKS = {"GPT2": "transformer."}
 
 
 @dataclass(frozen=True)
-class Kind:
+class HeadKind:
     """A kind of head.
 
     Args:
@@ -40,13 +40,13 @@ class Kind:
     missing: tuple[str, ...] = ()
 
 
-TEXT = Kind("ForSequenceClassification", ("score.weight",), ("Granite", "Olmoe"))
-TOKENS = Kind(
+TEXT = HeadKind("ForSequenceClassification", ("score.weight",), ("Granite", "Olmoe"))
+TOKENS = HeadKind(
     "ForTokenClassification",
     ("score.weight", "score.bias"),
     ("Granite", "Olmo2", "Olmo3", "Olmoe", "Gemma3Text", "DeepseekV2"),
 )
-KINDS = {"text_class_logits": TEXT, "token_class_logits": TOKENS, "rewards": TEXT, "embeddings": Kind("Model")}
+KINDS = {"text_class_logits": TEXT, "token_class_logits": TOKENS, "rewards": TEXT, "embeddings": HeadKind("Model")}
 """Output of a head → its class. `embeddings` comes last, because its suffix is the most general."""
 CAUSALS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 """Stem of a class with another head → the causal class, if that has a different stem."""
@@ -106,7 +106,7 @@ def _trunk(stem: str) -> Rename:
     return Rename({"{name*}": f"{TRUNKS.get(stem, 'model.')}{{name*}}"})
 
 
-def _head(kind: Kind, architecture: str) -> Rename:
+def _head(kind: HeadKind, architecture: str) -> Rename:
     """Names of the head's tensors → names here."""
     theirs = SCORES.get(architecture, "score")
     return Rename({name.replace("score", theirs): f"head.{name}" for name in kind.parameters})

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train_kit.hf import HFModel
 
 from . import rules
@@ -133,7 +133,7 @@ def _without_place(layout: StateMap, model: nn.Module, left_out: Sequence[str]) 
     kept = {name: one for name, one in weights.items() if not any(re.fullmatch(out, name) for out in left_out)}
     step = layout.inverse().trace({name: (tuple(one.shape), one.dtype) for name, one in kept.items()})
     if step.left:
-        yield f"it has no place for {few(step.left)}"
+        yield f"it has no place for {format_list(step.left)}"
     yield from step.wrong
 
 

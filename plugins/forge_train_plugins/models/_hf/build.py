@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from forge_train import ConfigError, KernelCapabilities
 from forge_train.base.errors import describe
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.registry import kernels
 from forge_train_kit import hookspecs
 from forge_train_kit.heads import HeadSpec
@@ -65,7 +65,8 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
         kernel = not lacking
         if lacking and (job.dist.layout.tp > 1 or job.dist.layout.cp > 1):
             raise ConfigError(
-                f"hf: attention of {name} needs {few(lacking)}, which plugin {chosen!r} does not support, so tp and cp "
+                f"hf: attention of {name} needs {format_list(lacking)}, which plugin {chosen!r} does not "
+                f"support, so tp and cp "
                 "can't split it; enable a kernel that does, such as eager."
             )
     reached = asked.documents if asked is not None else set()
@@ -185,5 +186,6 @@ def _check_dropout(model: Any) -> None:
         f"hf.set.{key} = 0.0" for key, one in model.config.to_dict().items() if _random(key) and one and one in dropping
     ]
     raise ConfigError(
-        f"hf: {type(model).__name__} uses random numbers that differ between layouts; switch them off: {few(keys, 8)}."
+        f"hf: {type(model).__name__} uses random numbers that differ between layouts; switch them off: "
+        f"{format_list(keys, 8)}."
     )

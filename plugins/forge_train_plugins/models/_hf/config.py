@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from forge_train import ConfigError, Tokenizer
 from forge_train.base.errors import describe, nearest
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train_kit.hf.folder import CONFIG, is_hugging_face, table
 
 VOCABULARY = "vocab_size"
@@ -127,7 +127,8 @@ def fits_folder(config: PreTrainedConfig, changes: Mapping[str, Any], path: str)
     lost = [key for key in unlike if key in stored and key not in ("architectures", "dtype", "transformers_version")]
     if lost:
         raise ConfigError(
-            f"hf.set drops {few(lost, 4)}, which {path} sets. Set single keys, such as hf.set.{lost[0]}, instead of "
+            f"hf.set drops {format_list(lost, 4)}, which {path} sets. Set single keys, such as "
+            f"hf.set.{lost[0]}, instead of "
             "the whole table."
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import ConfigError, Specialisation
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.mesh.tensors import local
 from forge_train_plugins.experts.hookspecs import token_dispatch
 
@@ -58,7 +58,7 @@ def _lacking(inner: nn.Module, declared: Mapping[str, str], found: list[tuple[st
         return "declares no base_model_ep_plan"
     if not found:
         others = sorted(f"{pattern} ({kind})" for pattern, kind in declared.items())
-        return f"has no module of the kind {MODULE} in its base_model_ep_plan, which names {few(others, 4)}"
+        return f"has no module of the kind {MODULE} in its base_model_ep_plan, which names {format_list(others, 4)}"
     split = {name for name, _ in inner.named_parameters() if declared.get(_pattern(name)) == PARAMETER}
     for path, module in found:
         at = _pattern(path)
@@ -67,11 +67,11 @@ def _lacking(inner: nn.Module, declared: Mapping[str, str], found: list[tuple[st
         own = {f"{path}.{key}": one for key, one in module.named_parameters()}
         if left := sorted(own.keys() - split):
             kinds = [f"{_pattern(one)} ({declared.get(_pattern(one), 'no kind')})" for one in left]
-            return f"plans {few(kinds, 4)} within {at}, and all parameters of experts must be {PARAMETER}"
+            return f"plans {format_list(kinds, 4)} within {at}, and all parameters of experts must be {PARAMETER}"
         if uneven := sorted(key for key, one in own.items() if one.shape[0] != module.num_experts):
-            return f"has {few(uneven, 2)}, whose first axis does not count the {module.num_experts} experts"
+            return f"has {format_list(uneven, 2)}, whose first axis does not count the {module.num_experts} experts"
         split -= own.keys()
-    return f"plans {few(sorted(map(_pattern, split)), 4)} ({PARAMETER}) outside of experts" if split else ""
+    return f"plans {format_list(sorted(map(_pattern, split)), 4)} ({PARAMETER}) outside of experts" if split else ""
 
 
 def _pattern(path: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Specialisation
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train_kit.model import Dropout, TensorStyle
 
 log = logging.getLogger("forge_train")
@@ -55,7 +55,7 @@ def translated(
             plan = _without(plan, block) | {block: "summed"}
     for block, entries in unknown.items():
         if not _works_on_tokens(part.get_submodule(block)):
-            raise TypeError(f"{name} of transformers plans {few(sorted(entries), 4)}, which is not supported")
+            raise TypeError(f"{name} of transformers plans {format_list(sorted(entries), 4)}, which is not supported")
         plan = _without(plan, block) | {block: "tokens"}
     _complete(part, base, plan)
     if "summed" in plan.values():

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_train.base.errors import describe
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 
 from .attention import attending, mixing
 
@@ -121,7 +121,7 @@ class Watched(Absent):
         if foreign := [one for one in _reached(found) if id(one) not in own]:
             names = {id(one): name for name, one in self.watch.inner.named_parameters()}
             shared = sorted(names[id(one)] for one in foreign if id(one) in names)
-            raise CutError(f"passes its layers more than hidden states: a result of {few(shared, 2)}")
+            raise CutError(f"passes its layers more than hidden states: a result of {format_list(shared, 2)}")
         self.watch.calls.append((self.layer, frozenset(name for name, one in keywords.items() if one is not None)))
         self.watch.given = found
         return found
@@ -155,7 +155,7 @@ def staged(inner: Any) -> Staging | str:
     at = names.index(layers)
     left = {n.partition(".")[0] for n, _ in inner.named_parameters()} - plan.keys()
     if left:
-        return f"the base_model_pp_plan of {name} of transformers leaves {few(sorted(left))} out"
+        return f"the base_model_pp_plan of {name} of transformers leaves {format_list(sorted(left))} out"
     return Staging(layers, tuple(names[:at]), tuple(names[at + 1 :]), tuple(getattr(inner, layers)))
 
 

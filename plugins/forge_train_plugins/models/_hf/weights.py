@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from forge_train import ConfigError
+from forge_train_kit.format import format_lines
 from forge_train_kit.hf.folder import CONFIG, DTYPES, Folder
-from forge_train_kit.present import indented
 from forge_train_kit.state_map import Plan, Rename, StateMap, Together
 
 from .config import model_class
@@ -154,7 +154,7 @@ class Stored:
         if wrong:
             raise ConfigError(
                 f"hf.weights: the tensors in {path} are not those of {type(model).__name__}:"
-                + indented(wrong)
+                + format_lines(wrong)
                 + self._folder.quantised()
             )
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forge_train.base.present import run_length
+from forge_train.base.format import format_length
 from forge_train.run.records import METRICS
-from forge_train_kit.present import phase_name, quantity, short
+from forge_train_kit.format import format_count, format_number, format_phase
 
 if TYPE_CHECKING:
     from forge_train import Evaluation, Finished, Job, LogRecord, Model
@@ -117,8 +117,8 @@ def _size(job: Job, model: Model) -> str:
     precision = "" if train.precision == "fp32" else f" · {train.precision}"
     growing = f"{train.batches[0] * train.sequence:,} to " if train.batch_warmup else ""
     return (
-        f"{_device(job)}{ranks}{precision} · {short(count)} parameters{here} · "
-        f"{run_length(train.epochs, job.steps)} of {growing}{train.tokens_per_step:,} tokens"
+        f"{_device(job)}{ranks}{precision} · {format_count(count)} parameters{here} · "
+        f"{format_length(train.epochs, job.steps)} of {growing}{train.tokens_per_step:,} tokens"
     )
 
 
@@ -163,11 +163,11 @@ def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         entries = [f"{key}={_value(one)}" for key, one in value.items()]
         return f"{{{', '.join(entries) if len(entries) <= FEW else f'{len(entries)} keys'}}}"
-    return quantity(value) if isinstance(value, float) else str(value)
+    return format_number(value) if isinstance(value, float) else str(value)
 
 
 def _phases(job: Job) -> Iterator[str]:
     file = job.run.dir / "composition.json"
     for entry in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
-        names = dict.fromkeys([phase_name(entry["phase"], entry["slot"]).lower(), entry["plugin"]])
+        names = dict.fromkeys([format_phase(entry["phase"], entry["slot"]).lower(), entry["plugin"]])
         yield f"{' '.join(names)} ({len(entry['matched'])})"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_train_kit.present import duration, quantity, short
+from forge_train_kit.format import format_count, format_duration, format_number
 
 if TYPE_CHECKING:
     from .board import Board
@@ -25,18 +25,18 @@ class Lines:
         board, metrics = self.board, self.board.metrics
         self._step(
             board.step,
-            f"loss {quantity(metrics['loss'])}",
-            f"grad norm {quantity(metrics['grad_norm'])}",
-            f"lr {quantity(metrics['lr'])}",
-            f"{short(metrics['tokens_per_second'])} tokens/s",
+            f"loss {format_number(metrics['loss'])}",
+            f"grad norm {format_number(metrics['grad_norm'])}",
+            f"lr {format_number(metrics['lr'])}",
+            f"{format_count(metrics['tokens_per_second'])} tokens/s",
             f"{metrics['memory_gib']:.2f} GiB",
-            *(f"{key} {quantity(value)}" for key, value in board.extras.items()),
-            f"{duration(board.left)} left",
+            *(f"{key} {format_number(value)}" for key, value in board.extras.items()),
+            f"{format_duration(board.left)} left",
         )
 
     def evaluate(self) -> None:
         assert self.board.evaluation is not None
-        found = ", ".join(f"{name} {quantity(value)}" for name, value in self.board.held_out)
+        found = ", ".join(f"{name} {format_number(value)}" for name, value in self.board.held_out)
         self._step(self.board.evaluation.step, f"held out: {found}")
 
     def resume(self, path: Path) -> None:
@@ -57,13 +57,13 @@ def summary(board: Board) -> str:
     """The run in one line, at its end."""
     finished = board.finished
     assert finished is not None
-    parts = [f"{finished.step:,} steps in {duration(board.elapsed)}"]
+    parts = [f"{finished.step:,} steps in {format_duration(board.elapsed)}"]
     if board.first:
-        parts[0] = f"{finished.step - board.first:,} more steps in {duration(board.elapsed)}"
+        parts[0] = f"{finished.step - board.first:,} more steps in {format_duration(board.elapsed)}"
     if finished.loss is not None:
-        parts.append(f"loss {quantity(finished.loss)}")
+        parts.append(f"loss {format_number(finished.loss)}")
     if board.evaluation:
-        parts.append("held out: " + ", ".join(f"{name} {quantity(value)}" for name, value in board.held_out))
+        parts.append("held out: " + ", ".join(f"{name} {format_number(value)}" for name, value in board.held_out))
     return " · ".join([finished.outcome, *parts, board.folder])
 
 

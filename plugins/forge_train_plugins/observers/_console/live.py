@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from forge_train_kit.present import duration, quantity, short, sparkline
+from forge_train_kit.format import format_count, format_duration, format_number, sparkline
 
 if TYPE_CHECKING:
     from .board import Board
@@ -111,9 +111,9 @@ def _line(text: str, style: str = "") -> Text:
 def _progress(board: Board, inner: int) -> RenderableType:
     words = f"{board.step:,}/{board.steps:,}"
     if board.finished or board.failed:
-        words += f"  in {duration(board.elapsed)}"
+        words += f"  in {format_duration(board.elapsed)}"
     elif board.metrics:
-        words += f"  {duration(board.left)} left"
+        words += f"  {format_duration(board.left)} left"
     room = inner - len(words) - 2
     if room < 8:
         return _line(words)
@@ -134,19 +134,19 @@ def _figures(board: Board, inner: int) -> RenderableType:
     if board.held_out:
         rows.append(_row("held out", _held_out(board)))
     figures = [
-        ("grad norm", quantity(metrics["grad_norm"])),
-        ("speed", f"{short(metrics['tokens_per_second'])} tokens/s"),
-        ("lr", quantity(metrics["lr"])),
+        ("grad norm", format_number(metrics["grad_norm"])),
+        ("speed", f"{format_count(metrics['tokens_per_second'])} tokens/s"),
+        ("lr", format_number(metrics["lr"])),
         ("memory", f"{metrics['memory_gib']:.2f} GiB"),
         ("saved", f"step {board.saved:,}" if board.saved is not None else "not yet"),
-        ("a step", f"{quantity(metrics['step_seconds'])} s"),
+        ("a step", f"{format_number(metrics['step_seconds'])} s"),
     ]
     if metrics.get("mfu") is not None:
         figures.append(("mfu", f"{100 * metrics['mfu']:.1f} %"))
     rows += _pairs(figures) if inner >= NARROW else [_row(label, Text(value)) for label, value in figures]
     if board.extras:
         rows.append(
-            _row("plugins", Text(" · ".join(f"{key} {quantity(value)}" for key, value in board.extras.items())))
+            _row("plugins", Text(" · ".join(f"{key} {format_number(value)}" for key, value in board.extras.items())))
         )
     return Group(*rows)
 
@@ -168,15 +168,15 @@ def _pairs(figures: list[tuple[str, str]]) -> list[Text]:
 
 
 def _loss(board: Board, room: int) -> Text:
-    value = quantity(board.metrics["loss"]).ljust(7)
+    value = format_number(board.metrics["loss"]).ljust(7)
     return Text.assemble((value, "bold"), " ", (sparkline(board.losses, room - len(value) - 1), "cyan"))
 
 
 def _held_out(board: Board) -> Text:
     assert board.evaluation is not None
     (_, loss), *others = board.held_out
-    text = Text.assemble((quantity(loss).ljust(7), "bold"), " ")
-    text.append(" · ".join(f"{quantity(value)} {name}" for name, value in others))
+    text = Text.assemble((format_number(loss).ljust(7), "bold"), " ")
+    text.append(" · ".join(f"{format_number(value)} {name}" for name, value in others))
     if board.evaluation.step != board.step:
         text.append(f"  at step {board.evaluation.step:,}", "dim")
     return text

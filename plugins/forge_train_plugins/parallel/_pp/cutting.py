@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from forge_train import Applied, ConfigError, Job
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train_kit.pipeline import Timetable, Work
 
 from .cuts import Cost, balanced, given
@@ -110,7 +110,8 @@ def _stages(model: nn.Module) -> Stages:
     inside = tuple(f"{module}." for entry in stages for module in entry)
     if loose := [one for one, _ in model.named_parameters(remove_duplicate=False) if not one.startswith(inside)]:
         raise ConfigError(
-            f"parallel.pp: no stage of {name} has {few(loose)}; each parameter must belong to one, or every part would "
+            f"parallel.pp: no stage of {name} has {format_list(loose)}; each parameter must belong to one, or "
+            f"every part would "
             "train its own."
         )
     return stages

@@ -11,7 +11,7 @@ from torch import nn
 
 from forge_train import ConfigError
 from forge_train.base.errors import nearest
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train_kit.model import TensorStyle
 
 STYLES: tuple[TensorStyle, ...] = get_args(TensorStyle)
@@ -63,7 +63,7 @@ def read(part: nn.Module, ranks: int, owner: Callable[[nn.Module], str] = lambda
         else:
             entries.append(Entry(name, module, style))
     if mistakes:
-        lines = few(_different(mistakes), 6, "\n  ")
+        lines = format_list(_different(mistakes), 6, "\n  ")
         raise ConfigError(f"parallel.tp = {ranks} does not fit {type(part).__name__} and its tensor_plan():\n  {lines}")
     return entries
 

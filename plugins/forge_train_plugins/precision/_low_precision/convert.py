@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forge_train import Applied, ConfigError, DivergedError, Specialisation
 from forge_train.base.errors import nearest
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 
 from .layers import Candidate, NarrowLinear, Product, Rule, candidates, taken
 from .products import Recipe
@@ -122,7 +122,7 @@ class Conversion:
         mine = [name for name, flag in zip(self.products, broken.tolist(), strict=False) if flag]
         names = list(dict.fromkeys(name for some in self.job.dist.gather_objects(mine) for name in some))
         raise DivergedError(
-            f"{self.own}: by step {step.step} a scale of {few(map(repr, names))} was not finite: its "
+            f"{self.own}: by step {step.step} a scale of {format_list(map(repr, names))} was not finite: its "
             f"input or its weight was not. Try a lower learning rate, or leave it in high precision with {self.own}."
             f"{self.rules[-1].key.partition('.')[2]}."
         )
@@ -146,11 +146,11 @@ class Conversion:
         kept = [one.name for one in found if one not in fit]
         parts = [f"{self.says}: {linears} linear" + (f", {experts} groups of experts" if experts else "")]
         if kept:
-            parts.append(f"as they are: {few(kept)}" + (f" ({len(unfit)} for their shape)" if unfit else ""))
+            parts.append(f"as they are: {format_list(kept)}" + (f" ({len(unfit)} for their shape)" if unfit else ""))
         if declined:
             parts.append(f"declined {len(declined)} of {len(fit)}: {next(iter(declined.values()))}")
         return "; ".join(parts)
 
 
 def _listed(reasons: dict[str, str]) -> str:
-    return "\n  " + few((f"{name}: {reason}" for name, reason in reasons.items()), 6, "\n  ")
+    return "\n  " + format_list((f"{name}: {reason}" for name, reason in reasons.items()), 6, "\n  ")

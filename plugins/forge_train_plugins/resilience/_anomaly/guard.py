@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forge_train import Batch, DivergedError, Job, Model, StepResult, Update
 
-from .judge import Judge, Kind, Verdict
+from .judge import AnomalyKind, Judge, Verdict
 from .record import Witness
 
 log = logging.getLogger("forge_train")
@@ -177,7 +177,7 @@ class Guard:
                 continue  # an overflow, which the loss scale is there for
             trial.verdict, trial.in_row = self.judge.step(loss, norm), self.judge.in_row
 
-    def _policy(self, kind: Kind) -> str:
+    def _policy(self, kind: AnomalyKind) -> str:
         return self._options.not_finite if kind == "not_finite" else self._options.spike
 
     def _act(self, trial: Trial, verdict: Verdict) -> None:

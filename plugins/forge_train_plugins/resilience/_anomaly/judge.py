@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from forge_train_kit.outliers import limit
 
-Kind = Literal["not_finite", "spike"]
+AnomalyKind = Literal["not_finite", "spike"]
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Why a step is abnormal."""
 
-    kind: Kind
+    kind: AnomalyKind
     text: str
 
 

@@ -13,7 +13,7 @@ from forge_train import Batch, Job
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .judge import Kind
+    from .judge import AnomalyKind
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Witness:
     """An abnormal step."""
 
     step: int
-    kind: Kind
+    kind: AnomalyKind
     text: str
     policy: str
     data_range: tuple[int, int]

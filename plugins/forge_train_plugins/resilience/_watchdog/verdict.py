@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.base.files import write_whole
-from forge_train.base.present import few
+from forge_train.base.format import format_list
 from forge_train.base.strict_json import dumps, loads
 
 
@@ -69,7 +69,7 @@ def message(beats: Mapping[int, Heartbeat], silent: Collection[int], folder: Pat
     first = ranks[0]
     lines = [_words(first, beats.get(first), silent=first in silent)]
     if others := ranks[1:]:
-        lines.append(f"The same holds for rank{'s' * (len(others) > 1)} {few(others, 8)}.")
+        lines.append(f"The same holds for rank{'s' * (len(others) > 1)} {format_list(others, 8)}.")
     if len(ranks) == len(beats) > 1 and not silent:
         lines.append("All ranks wait for each other: they do not call the same collectives.")
     waiting: dict[str, list[int]] = {}
@@ -77,7 +77,7 @@ def message(beats: Mapping[int, Heartbeat], silent: Collection[int], folder: Pat
         if rank not in ranks:
             waiting.setdefault(beat.awaits or f"step {beat.step} ({beat.phase})", []).append(rank)
     for where, held in waiting.items():
-        wait = f"Rank {held[0]} waits" if len(held) == 1 else f"Ranks {few(held, 8)} wait"
+        wait = f"Rank {held[0]} waits" if len(held) == 1 else f"Ranks {format_list(held, 8)} wait"
         lines.append(f"{wait} for it in {where}.")
     lines.append(f"Stacks and collectives of all ranks are in {folder}.")
     return first, "\n".join(lines)

@@ -6,20 +6,20 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from forge_train.base.present import BINARY, few, rounded
+from forge_train.base.format import BINARY, format_digits, format_list
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def short(value: float, digits: int = 3) -> str:
+def format_count(value: float, digits: int = 3) -> str:
     """`12.3k`, `0.64M`: a count with its thousands folded."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
-            return f"{rounded(value / limit, digits)}{unit}"
-    return str(int(value)) if float(value).is_integer() else rounded(value, digits)
+            return f"{format_digits(value / limit, digits)}{unit}"
+    return str(int(value)) if float(value).is_integer() else format_digits(value, digits)
 
 
-def quantity(value: float) -> str:
+def format_number(value: float) -> str:
     """A measured number: four significant digits, without an exponent where one can do without; a count in full."""
     if not math.isfinite(value):
         return str(value)
@@ -30,32 +30,32 @@ def quantity(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
 
 
-def phase_name(phase: str, slot: str) -> str:
+def format_phase(phase: str, slot: str) -> str:
     """A transform's phase as people read it: other precisions than float8 share the phase FLOAT8."""
     return "PRECISION" if phase == "FLOAT8" and not slot.startswith("fp") else phase
 
 
-def counted(value: float, unit: str) -> str:
+def format_unit(value: float, unit: str) -> str:
     """`4.62 MFLOP`: a count with its unit, and the thousands in the unit's prefix."""
-    folded = short(value)
+    folded = format_count(value)
     prefix = folded[-1] if folded[-1].isalpha() else ""
     return f"{folded.removesuffix(prefix)} {prefix}{unit}"
 
 
-def several(number: int, unit: str) -> str:
+def format_plural(number: int, unit: str) -> str:
     """`1 file`, `2,048 files`."""
     return f"{number:,} {unit}{'' if number == 1 else 's'}"
 
 
-def time_span(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """`12.3 ms`: a short time in the unit that fits."""
     for limit, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= limit * 0.9995:
-            return f"{rounded(seconds / limit, 3)} {unit}" if seconds < 1000 else duration(seconds)
+            return f"{format_digits(seconds / limit, 3)} {unit}" if seconds < 1000 else format_duration(seconds)
     return f"{seconds * 1e9:.3g} ns"
 
 
-def column(sizes: Sequence[int | None]) -> list[str]:
+def format_column(sizes: Sequence[int | None]) -> list[str]:
     """Bytes one below the other: all in the unit of the largest, with two decimals, so that they can be compared."""
     largest = max((size for size in sizes if size is not None), default=0)
     limit, unit = next(((limit, unit) for limit, unit in BINARY if largest >= limit * 0.9995), (1, "B"))
@@ -69,7 +69,7 @@ def column(sizes: Sequence[int | None]) -> list[str]:
     return [text(size) if limit > 1 or size is None else f"{size} B" for size in sizes]
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`0:42`, `1:02:03`, `3d 04:05`."""
     if not math.isfinite(seconds):
         return "–"
@@ -102,6 +102,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def indented(lines: Iterable[str]) -> str:
+def format_lines(lines: Iterable[str]) -> str:
     """An indented list, cut short."""
-    return "\n  " + few(lines, 8, "\n  ")
+    return "\n  " + format_list(lines, 8, "\n  ")

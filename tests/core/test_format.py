@@ -6,8 +6,16 @@ import math
 
 import pytest
 
-from forge_train.base.present import few, gib
-from forge_train_kit.present import column, counted, duration, quantity, short, sparkline, time_span
+from forge_train.base.format import format_bytes, format_list
+from forge_train_kit.format import (
+    format_column,
+    format_count,
+    format_duration,
+    format_number,
+    format_seconds,
+    format_unit,
+    sparkline,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +26,7 @@ from forge_train_kit.present import column, counted, duration, quantity, short, 
     ],
 )
 def test_short(value: float, text: str) -> None:
-    assert short(value) == text
+    assert format_count(value) == text
 
 
 @pytest.mark.parametrize(
@@ -36,17 +44,17 @@ def test_short(value: float, text: str) -> None:
     ],
 )
 def test_quantity(value: float, text: str) -> None:
-    assert quantity(value) == text
+    assert format_number(value) == text
 
 
 def test_gib() -> None:
-    assert [gib(size) for size in (0, 1023, 1536, 2**20, 3 * 2**30, 2**40)] == [
+    assert [format_bytes(size) for size in (0, 1023, 1536, 2**20, 3 * 2**30, 2**40)] == [
         *("0 B", "1023 B", "1.50 KiB", "1.00 MiB", "3.00 GiB", "1.00 TiB")
     ]
 
 
 def test_duration() -> None:
-    assert [duration(seconds) for seconds in (0, 59.6, 61, 3723, 90_061, math.nan)] == [
+    assert [format_duration(seconds) for seconds in (0, 59.6, 61, 3723, 90_061, math.nan)] == [
         *("0:00", "1:00", "1:01", "1:02:03", "1d 01:01", "–")
     ]
 
@@ -63,16 +71,16 @@ def test_sparkline() -> None:
 
 @pytest.mark.accept("house", 1)
 def test_the_first_of_a_list() -> None:
-    assert few("abc") == "a, b, c"
-    assert few("abcde") == "a, b, c, … 2 more"
-    assert few(range(3), 2, "\n  ") == "0\n  1\n  … 1 more"
+    assert format_list("abc") == "a, b, c"
+    assert format_list("abcde") == "a, b, c, … 2 more"
+    assert format_list(range(3), 2, "\n  ") == "0\n  1\n  … 1 more"
 
 
 @pytest.mark.parametrize(
     ("value", "says"), [(4.62e6, "4.62 MFLOP"), (12, "12 FLOP"), (1.2e15, "1200 TFLOP"), (999.9e9, "1.00 TFLOP")]
 )
 def test_a_count_with_its_unit(value: float, says: str) -> None:
-    assert counted(value, "FLOP") == says
+    assert format_unit(value, "FLOP") == says
 
 
 @pytest.mark.parametrize(
@@ -80,10 +88,16 @@ def test_a_count_with_its_unit(value: float, says: str) -> None:
     [(1.234, "1.23 s"), (0.0123, "12.3 ms"), (3.6e-5, "36.0 µs"), (2e-9, "2 ns"), (5000, "1:23:20")],
 )
 def test_a_time_in_the_unit_that_fits(seconds: float, says: str) -> None:
-    assert time_span(seconds) == says
+    assert format_seconds(seconds) == says
 
 
 def test_sizes_below_each_other_share_a_unit() -> None:
-    assert column([3 << 30, 5 << 20, 100, None, 0]) == ["3.00 GiB", "<0.01 GiB", "<0.01 GiB", "not known", "0.00 GiB"]
-    assert column([36, 4]) == ["36 B", "4 B"]
-    assert column([2000 << 40]) == ["2,000.00 TiB"]
+    assert format_column([3 << 30, 5 << 20, 100, None, 0]) == [
+        "3.00 GiB",
+        "<0.01 GiB",
+        "<0.01 GiB",
+        "not known",
+        "0.00 GiB",
+    ]
+    assert format_column([36, 4]) == ["36 B", "4 B"]
+    assert format_column([2000 << 40]) == ["2,000.00 TiB"]

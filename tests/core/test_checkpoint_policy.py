@@ -12,7 +12,7 @@ import pytest
 import toys
 from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.checkpoint.checkpoint import found
-from forge_train.loop import occasions
+from forge_train.loop import checkpoint_policy
 from forge_train_tools.testing import TinyRun
 from saving import ASYNC, stepping
 
@@ -44,13 +44,13 @@ def test_every_so_many_minutes_since_the_last(tmp_path: Path, monkeypatch: pytes
     def pass_time(step: int) -> None:
         now[0] += 60.0
 
-    monkeypatch.setattr(occasions, "time", Clock)
+    monkeypatch.setattr(checkpoint_policy, "time", Clock)
     run = toys.run(tmp_path, stepping(pass_time), steps=9, config={"checkpoint.minutes": 2.5, "checkpoint.every": 5})
     assert steps(run) == [3, 5, 8, 9]
 
 
 def test_on_request_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(occasions, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(checkpoint_policy, "LOOK_EVERY", 0.0)
     request = tmp_path / "run" / "save"
 
     def ask(step: int) -> None:

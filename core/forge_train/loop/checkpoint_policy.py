@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.present import few
+from ..base.format import format_list
 from ..checkpoint import checkpoint
 from ..plugin.job import Job
 
@@ -20,7 +20,7 @@ EVALUATION = "evaluation."
 """Prefix of `checkpoint.best` when it names a result of evaluations."""
 
 
-class Occasions:
+class CheckpointPolicy:
     """Reads `checkpoint.every`, `minutes`, `early` and `best`, and the requests of users."""
 
     def __init__(self, job: Job) -> None:
@@ -81,7 +81,7 @@ class Occasions:
         key = name.removeprefix(EVALUATION) if evaluation else name
         if key not in numbers:
             what = "evaluations give" if evaluation else "the lines of metrics have"
-            raise ConfigError(f"checkpoint.best: there is no {name!r}; {what} {few(numbers, 20)}.")
+            raise ConfigError(f"checkpoint.best: there is no {name!r}; {what} {format_list(numbers, 20)}.")
         value = numbers[key]
         usable = isinstance(value, (int, float)) and math.isfinite(value)
         self._measured = (step, float(value)) if usable else None

@@ -7,26 +7,26 @@ from collections.abc import Iterable
 BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def rounded(value: float, digits: int) -> str:
+def format_digits(value: float, digits: int) -> str:
     """A number from 1 to 1000 with that many significant digits."""
     return f"{value:.{max(digits - len(str(int(abs(value)))), 0)}f}"
 
 
-def gib(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes in the unit that fits."""
     for limit, unit in BINARY:
         if size >= limit * 0.9995:
-            return f"{rounded(size / limit, 3)} {unit}"
+            return f"{format_digits(size / limit, 3)} {unit}"
     return f"{int(size)} B"
 
 
-def few(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
+def format_list(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
     """`a, b, c, … 4 more`: the first of a list, in text."""
     texts = [str(item) for item in items]
     return between.join(texts[:shown] + [f"… {len(texts) - shown} more"] * (len(texts) > shown))
 
 
-def run_length(epochs: float, steps: int) -> str:
+def format_length(epochs: float, steps: int) -> str:
     """`412 steps`, or `2 epochs = 412 steps` where the length was given in epochs."""
     given = f"{epochs:g} epoch{'' if epochs == 1 else 's'} = " if epochs else ""
     return f"{given}{steps:,} step{'' if steps == 1 else 's'}"
