@@ -114,12 +114,10 @@ def package_faults(imports: Iterable[tuple[str, str, str]]) -> list[str]:
     ]
 
 
-@pytest.mark.accept("house", 1)
 def test_a_package_imports_only_what_lies_below_it() -> None:
     assert package_faults(IMPORTS) == []
 
 
-@pytest.mark.accept("house", 1)
 def test_sees_the_kernel_importing_tools() -> None:
     fault = ("engine.py:1", f"{KERNEL}.engine", f"{TOOLS}.planning.plan")
     tests = ("testing/agreement.py:1", f"{TESTING}.agreement", f"{TOOLS}.verification")
@@ -127,7 +125,6 @@ def test_sees_the_kernel_importing_tools() -> None:
     assert package_faults([fault, tests, back]) == [f"engine.py:1: {KERNEL}.engine imports {TOOLS}.planning.plan"]
 
 
-@pytest.mark.accept("house", 1)
 def test_no_file_of_the_core_is_longer_than_a_sitting() -> None:
     files = sorted((ROOT / "core").rglob("*.py"))
     sizes = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
@@ -169,7 +166,6 @@ def test_tells_parts_from_plugins() -> None:
     }
 
 
-@pytest.mark.accept("house", 1)
 def test_the_rooms_of_the_kernel_form_no_circle() -> None:
     assert room_faults(IMPORTS) == []
 
@@ -183,13 +179,11 @@ MOST_FILES = 12
 """Files that a room of the kernel may have, with its `__init__.py`."""
 
 
-@pytest.mark.accept("house", 1)
 def test_no_room_of_the_kernel_has_more_than_twelve_files() -> None:
     sizes = {name: len([*(ROOT / "core" / KERNEL / name).rglob("*.py")]) for name in ROOMS}
     assert {name: size for name, size in sizes.items() if size > MOST_FILES} == {}
 
 
-@pytest.mark.accept("house", 1)
 def test_sees_a_circle() -> None:
     fault = ("base/errors.py:1", f"{KERNEL}.base.errors", f"{KERNEL}.step.step")
     fine = ("engine.py:1", f"{KERNEL}.engine", f"{KERNEL}.loop.training.Training")
@@ -276,7 +270,6 @@ def named_in(source: str, names: set[str]) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.accept("house", 1)
 def test_kernel_and_tools_name_no_technique() -> None:
     """What they must know of one, its plugin states (the fact `verify.rounds`), or a file of data holds."""
     names = plugin_names() - AXES - WORDS
@@ -288,7 +281,6 @@ def test_kernel_and_tools_name_no_technique() -> None:
     assert wrong == []
 
 
-@pytest.mark.accept("house", 1)
 def test_sees_a_technique() -> None:
     source = 'def f(fp8):\n    """About moe."""\n    return f"try --plugins {fp8}, moe"'
     assert {name for _, name in named_in(source, {"fp8", "moe"})} == {"fp8", "moe"}
@@ -304,7 +296,6 @@ def axis_lists(source: str) -> list[int]:
     ]
 
 
-@pytest.mark.accept("house", 1)
 def test_only_the_table_lists_the_mesh_axes() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"

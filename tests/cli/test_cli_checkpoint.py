@@ -22,7 +22,7 @@ from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline import differences
 from full_disk import full_for
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "commands")]
+pytestmark = [pytest.mark.unit]
 
 
 def save(folder: Path, step: int, **state: Any) -> Path:

@@ -88,7 +88,6 @@ def test_mistakes(forge: Forge, arguments: list[str], says: str) -> None:
     assert says in forge("config", *arguments, fails=2).err
 
 
-@pytest.mark.accept("parts", 3)
 def test_the_schedule_is_drawn(forge: Forge, folder: Path) -> None:
     asked = ("config", "show", "tiny.toml", "-p", "linear", "-s", "linear.floor=0.5", "-s", "train.steps=3")
     title, *lines, axis = forge(*asked, "--plot").out.splitlines()

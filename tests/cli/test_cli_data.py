@@ -13,8 +13,6 @@ import pytest
 
 from forge_command import Forge
 
-pytestmark = pytest.mark.accept("data", 6)
-
 CHATS = [
     {"messages": [{"role": "user", "content": "<b>&amp;</b>"}, {"role": "assistant", "content": f"Yes {at} 😀"}]}
     for at in range(3)

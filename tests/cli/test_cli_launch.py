@@ -13,7 +13,6 @@ from forge_command import Forge
 from forge_train import ConfigError
 from forge_train_tools.launching import slurm
 
-pytestmark = pytest.mark.accept("resilience", "slurm")
 ASKED = ("--nodes", "2", "--nproc", "1", "--time", "1:00:00")
 BATCH = ("-s", "train.global_batch=4")
 

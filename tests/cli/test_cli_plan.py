@@ -10,8 +10,6 @@ import torch
 
 from forge_command import Forge
 
-pytestmark = pytest.mark.accept("dist", 5)
-
 TRANSFORMS = '''
 from forge_train import Applied, Phase, Plugin, Transform, hookimpl
 
@@ -364,7 +362,6 @@ def test_plans_what_trains(forge: Forge, options: tuple[str, ...]) -> None:
         assert memory["peak"] > memory["activations"] > 0
 
 
-@pytest.mark.accept("parts", 1)
 def test_shows_the_groups_of_parameters_that_patterns_make(forge: Forge) -> None:
     groups = 'adamw.groups=[{match="layers.*.attention.*", lr=0.5}, {match="embedding.weight", weight_decay=0.3}]'
     made = forge("plan", "-s", groups, "-s", "decoder.layers=2", "-s", "adamw.lr=0.002", "--json").json
@@ -376,7 +373,6 @@ def test_shows_the_groups_of_parameters_that_patterns_make(forge: Forge) -> None
     assert "layers.*.attention.*           8" in forge("plan", "-s", groups, "-s", "decoder.layers=2").out
 
 
-@pytest.mark.accept("parts", 1)
 def test_a_pattern_for_one_of_many_layers_is_planned_and_one_for_none_is_refused(forge: Forge) -> None:
     made = forge("plan", "--json", "-s", "decoder.layers=16", "-s", 'adamw.groups=[{match="layers.7.*", lr=0.5}]').json
     assert sum(one["parameters"] for one in made["optimizer"] if one["match"] == "layers.7.*") > 0

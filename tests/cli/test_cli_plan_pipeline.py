@@ -9,8 +9,6 @@ import pytest
 from forge_command import Forge
 from forge_train_tools.planning import fewer
 
-pytestmark = pytest.mark.accept("axes", "plan")
-
 FOUR = (
     "plan",
     "--world",

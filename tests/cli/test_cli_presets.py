@@ -10,8 +10,6 @@ from forge_command import Forge
 from forge_train_cli.presets import Preset, everything, read
 from preset_settings import settings
 
-pytestmark = pytest.mark.accept("house", 4)
-
 ALONE = [one.name for one in everything() if one.processes == 1 and not one.needs and not one.parameters]
 
 

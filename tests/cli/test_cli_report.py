@@ -14,8 +14,6 @@ import pytest
 from forge_command import Forge
 from forge_train_cli.curves import HEIGHT, WIDTH, Curve, chart
 
-pytestmark = pytest.mark.accept("house", 4)
-
 VOID = {"meta", "line", "circle", "polyline"}
 """HTML's own, and what is written as `<line/>` in SVG."""
 

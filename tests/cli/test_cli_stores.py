@@ -16,7 +16,7 @@ from forge_cli import Ended, forge, one_message
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train_kit.stores.store import Store
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "stores")]
+pytestmark = [pytest.mark.unit]
 
 RUN = "bucket://b/first"
 TWO, FOUR = f"{RUN}/checkpoints/step-00000002", f"{RUN}/checkpoints/step-00000004"

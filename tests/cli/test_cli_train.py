@@ -49,7 +49,6 @@ def test_trains_and_shows_it(forge: Forge, folder: Path) -> None:
     assert done.out.count("tokenis") == 1
 
 
-@pytest.mark.accept("house", 4)
 def test_what_it_says_to_type_next_can_be_typed(forge: Forge, folder: Path) -> None:
     done = forge("train", "tiny.toml", "--run-dir", "my runs")
     (run,) = (folder / "my runs").iterdir()
@@ -65,7 +64,6 @@ def test_what_it_says_to_type_next_can_be_typed(forge: Forge, folder: Path) -> N
         forge(*words)
 
 
-@pytest.mark.accept("house", 4)
 def test_an_export_that_would_be_refused_is_not_suggested(forge: Forge, folder: Path) -> None:
     said = forge("train", "tiny.toml", "-s", "decoder.norm=layer", "--name", "normed").out.partition("\nNext\n")[2]
     assert "forge generate runs/normed --prompt" in said

@@ -13,7 +13,7 @@ from forge_train.registry.setup import Setup
 from forge_train_cli import closing
 from forge_train_cli.closing import next_commands
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("house", 4)]
+pytestmark = [pytest.mark.unit]
 
 
 class Exports(toys.Bare):

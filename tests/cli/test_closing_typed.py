@@ -12,7 +12,7 @@ import chat_model
 from forge_command import Ended, Forge
 from forge_train_cli.closing import activation, resume_command
 
-pytestmark = [pytest.mark.e2e, pytest.mark.accept("house", 4)]
+pytestmark = [pytest.mark.e2e]
 
 
 def proposed(ended: Ended) -> dict[str, list[str]]:

@@ -11,7 +11,6 @@ import chat_model
 from forge_command import Forge
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.accept("data", 5)
 
 CHATS = ("-p", "sft", "-s", "sft.path=chats.jsonl", "-s", "run.device=cpu")
 
@@ -47,7 +46,6 @@ def test_what_is_no_such_folder(forge: Forge, folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.accept("families", "straight")
 def test_trained_straight_from_the_folder(forge: Forge, folder: Path, model: Path) -> None:
     sets = ("train.steps=2", "train.global_batch=2", "train.micro_batch=2", "train.evaluate_batches=1")
     values = [word for one in sets for word in ("-s", one)]

@@ -15,8 +15,6 @@ from forge_train_cli.presets import Preset, everything
 from forge_train_kit.hf.start import exported
 from forge_train_tools.offline.opening import lone_job
 
-pytestmark = pytest.mark.accept("families", "presets")
-
 MODELS = [one for one in everything() if one.parameters]
 
 

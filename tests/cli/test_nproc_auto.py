@@ -12,8 +12,6 @@ from forge_train_tools.launching import devices, training
 from forge_train_tools.launching.launch import Ended, WorkerResult
 from forge_train_tools.launching.training import Launched
 
-pytestmark = pytest.mark.accept("house", 4)
-
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:

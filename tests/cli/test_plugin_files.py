@@ -15,8 +15,6 @@ from forge_train.base.names import split
 from forge_train.contract.reference import fingerprint
 from forge_train_tools.testing.tiny import base_plugins
 
-pytestmark = pytest.mark.accept("house", 4)
-
 STEPS = """
 from steps_helper import GREETING
 from forge_train import Plugin, hookimpl, section

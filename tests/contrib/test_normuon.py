@@ -10,8 +10,6 @@ from forge_train_contrib.normuon import NormalisedRows, orthogonal
 from forge_train_kit.optim import MatrixOptimizer
 from forge_train_tools.testing import assert_conforms
 
-pytestmark = pytest.mark.accept("parts", 1)
-
 
 def test_it_conforms() -> None:
     assert_conforms("normuon", strict=True)

@@ -16,8 +16,6 @@ from forge_train.run import artifacts
 from forge_train.run.artifacts import Recorder, recorded
 from forge_train_tools.testing import Pool, RunForge
 
-pytestmark = pytest.mark.accept("parts", 6)
-
 
 class Draws(Plugin):
     """Writes a file, a folder of two, and one elsewhere."""

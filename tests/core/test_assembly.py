@@ -14,7 +14,7 @@ from forge_train.step.step import Stepper, Watcher
 from forge_train_tools.testing import run_forge
 from forge_train_tools.testing.runs import prepared
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("house", 1)]
+pytestmark = [pytest.mark.unit]
 
 TOLD: list[str] = []
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forge_train import Axes, Batch, CurrentStep, PluginError
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 1)]
+pytestmark = [pytest.mark.unit]
 
 ROWS, LENGTH = 3, 8
 IDS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)

@@ -13,7 +13,7 @@ from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.config.sections import TrainSection, WarmUpBatches
 from forge_train_plugins.schedules._curves import in_steps
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 3)]
+pytestmark = [pytest.mark.unit]
 
 WARMUP = (WarmUpBatches(steps=3, global_batch=2), WarmUpBatches(steps=2, global_batch=4))
 SIZES = [2, 2, 2, 4, 4, 8, 8, 8]

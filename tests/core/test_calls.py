@@ -308,7 +308,6 @@ class Act(Watch):
     def on_step(self, step: Any) -> None: ...
 
 
-@pytest.mark.accept("trial", 23)
 def test_an_observer_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     bad, other = make(Watch), make(type("ZOther", (Watch,), {"on_log": hookimpl(lambda self, record: None)}))
     made = hooks(bad, other)
@@ -328,7 +327,6 @@ def test_an_observer_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCap
     assert len(caplog.records) == 2
 
 
-@pytest.mark.accept("trial", 23)
 def test_the_traceback_of_an_observers_failure_is_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

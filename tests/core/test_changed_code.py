@@ -15,7 +15,7 @@ from forge_train.base.names import locate
 from forge_train.contract.reference import PluginRef, fingerprint
 from tiny_models import reseal
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 14)]
+pytestmark = [pytest.mark.unit]
 
 FILES = {
     "changing/__init__.py": "",

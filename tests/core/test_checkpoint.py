@@ -163,7 +163,6 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
     assert load(path, {}, ALONE)["model"]["scalar"] == 5
 
 
-@pytest.mark.accept("trial", 9)
 def test_changed_contents_are_found_where_they_are_looked_for(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     flip(path)
@@ -350,7 +349,6 @@ def test_the_newest_are_kept_and_every_so_often_one(tmp_path: Path) -> None:
     assert kept(tmp_path, 1, 0) == [9]
 
 
-@pytest.mark.accept("trial", 9)
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
 def test_a_damaged_checkpoint_does_not_count(tmp_path: Path, damage: str) -> None:
     for step in (1, 2, 3):

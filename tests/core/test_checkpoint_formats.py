@@ -19,7 +19,7 @@ from forge_train_tools.offline.dcp import import_dcp, old_digest
 from forge_train_tools.offline.examine import examine
 from tiny_models import flip, reseal
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "format")]
+pytestmark = [pytest.mark.unit]
 
 FORMATS = Path(__file__).parents[1] / "formats"
 

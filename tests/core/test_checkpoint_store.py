@@ -23,7 +23,7 @@ from forge_train.checkpoint.seal import ALONE
 from forge_train_kit.stores.copies import Sender, Sent, bring
 from forge_train_kit.stores.store import Store
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]
+pytestmark = [pytest.mark.unit]
 
 ADDRESS = "bucket://b/run"
 

@@ -127,7 +127,6 @@ def test_one_slot_has_one_transform() -> None:
             order(pair)
 
 
-@pytest.mark.accept("trial", 19)
 def test_a_fallback_gives_way_only_to_what_covers_all_it_covers() -> None:
     fallback = Transform(Phase.FLOAT8, "fallback", touch, covers=("tp", "precision"), fallback=True)
     other = Transform(Phase.FLOAT8, "other", touch, covers=("tp",), fallback=True)
@@ -575,7 +574,6 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.accept("house", 1)
 def test_modules_of_one_class_get_one_new_class_and_stay_themselves() -> None:
     modules, asked = [nn.Linear(2, 2) for _ in range(3)], []
 

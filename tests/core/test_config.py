@@ -418,7 +418,6 @@ def test_a_config_that_is_no_section_is_its_plugins_fault(tmp_path: Path) -> Non
             toys.setup(cls, folder=tmp_path)
 
 
-@pytest.mark.accept("trial", 23)
 def test_a_default_that_is_no_valid_value_is_its_plugins_fault(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         toys.setup(Odd, folder=tmp_path)
@@ -431,7 +430,6 @@ def test_a_default_that_is_no_valid_value_is_its_plugins_fault(tmp_path: Path) -
     assert toys.setup(Odd, folder=tmp_path, config={"odd": {"rate": 1.0, "count": 1, "kind": "a", "deep.high": 1.0}})
 
 
-@pytest.mark.accept("trial", 23)
 def test_a_value_of_a_section_without_a_type_is_no_option() -> None:
     with pytest.raises(PluginError, match=r"Config\.rate has no type, so it is no option: write rate: float = 0\.1"):
 
@@ -558,7 +556,6 @@ def test_values_and_their_origins(tmp_path: Path) -> None:
     assert str(config.origin(("toy_model", "tied"))) == "default"
 
 
-@pytest.mark.accept("trial", 12)
 def test_a_path_in_a_file_starts_at_the_files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
     file = tmp_path / "there" / "my.toml"

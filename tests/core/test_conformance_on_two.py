@@ -29,7 +29,6 @@ def test_a_right_transform_is_verified_on_every_axis_that_it_covers(tmp_path: Pa
     assert detail(report, SHARDED).startswith("loss ")
 
 
-@pytest.mark.accept("dist", 1)
 @pytest.mark.parametrize(
     ("plugin", "says"),
     [
@@ -55,7 +54,6 @@ def test_what_a_tie_leaves_open_is_skipped(tmp_path: Path, ranks: Pool, monkeypa
 
 
 @pytest.mark.e2e
-@pytest.mark.accept("dist", 1)
 def test_the_command_starts_processes_of_its_own_and_tells_what_is_wrong() -> None:
     ended = forge_cli.forge("plugins", "check", "two_ranks:Doubled")
     assert ended.code == 1

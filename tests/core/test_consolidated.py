@@ -32,7 +32,7 @@ from forge_train_tools.offline.examine import examine
 from full_disk import full_for
 from tiny_models import flip, reseal
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "full")]
+pytestmark = [pytest.mark.unit]
 
 MODEL = {
     "layers.0.w": torch.randn(7, 5),
@@ -204,7 +204,6 @@ LIES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.accept("checkpoints", 7)
 @pytest.mark.parametrize("name", LIES)
 def test_a_header_that_lies(tmp_path: Path, name: str) -> None:
     change, says = LIES[name]
@@ -218,7 +217,6 @@ def test_a_header_that_lies(tmp_path: Path, name: str) -> None:
     assert str(weights(path)) in str(caught.value)
 
 
-@pytest.mark.accept("checkpoints", 7)
 @pytest.mark.parametrize("start", [b"\xff" * 8, struct.pack("<Q", 1 << 40), b""], ids=["endless", "huge", "nothing"])
 def test_a_header_of_any_size(tmp_path: Path, start: bytes) -> None:
     path = save(tmp_path, "safetensors")

@@ -20,7 +20,7 @@ from forge_train_tools.planning.ledger import Ledger
 from full_disk import full_for
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", "convert")]
+pytestmark = [pytest.mark.unit]
 
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 MAPS = """

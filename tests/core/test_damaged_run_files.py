@@ -13,7 +13,7 @@ import pytest
 from forge_cli import forge
 from tiny_models import trained
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]
+pytestmark = [pytest.mark.unit]
 WRONG: tuple[Any, ...] = (None, [], {}, "x", -1, 10**400, True, [[]], {"a": 1}, "\ud800")
 FILES = ("plugins.json", "environment.json", "composition.json", "outcome.json", "left_out.json")
 RECORDS = ("metrics.jsonl", "events.jsonl")

@@ -14,7 +14,7 @@ from forge_train import ConfigError
 from forge_train_kit.data import formats
 from forge_train_kit.data.files import File, find
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
+pytestmark = [pytest.mark.unit]
 
 
 def make(root: Path, *names: str) -> Path:

@@ -22,7 +22,7 @@ from forge_train_kit.data.files import File, find
 from forge_train_kit.data.formats import lookup
 from forge_train_kit.stores import remote
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
+pytestmark = [pytest.mark.unit]
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -147,7 +147,6 @@ class Touches:
         return Path.touch, (self.file,)
 
 
-@pytest.mark.accept("checkpoints", 7)
 def test_a_hostile_index_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     victim = tmp_path / "touched"
@@ -161,7 +160,6 @@ def test_a_hostile_index_runs_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "ours").exists()
 
 
-@pytest.mark.accept("checkpoints", 7)
 def test_a_hostile_tensor_runs_nothing(tmp_path: Path) -> None:
     victim = tmp_path / "touched"
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "theirs", no_dist=True)

@@ -18,7 +18,7 @@ from forge_train.checkpoint.seal import ALONE
 from forge_train.checkpoint.writing import prune, save
 from forge_train.store.consolidated import INDEX
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]
+pytestmark = [pytest.mark.unit]
 
 
 class Disk:

@@ -640,7 +640,6 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.accept("trial", "other")
 def test_a_state_that_can_not_be_saved_is_told_after_the_first_step(tmp_path: Path) -> None:
     class Hoards(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]

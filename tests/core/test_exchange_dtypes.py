@@ -20,7 +20,7 @@ from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", "dtypes")]
+pytestmark = [pytest.mark.unit]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from forge_train_tools.offline.huggingface import export_checkpoint
 from test_huggingface import SHAPE, TOKENS, load, logits, trained_and_exported
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.e2e, pytest.mark.accept("families", 1)]
+pytestmark = [pytest.mark.e2e]
 
 DEEP = {"num_hidden_layers": 3, "bos_token_id": None, "eos_token_id": None}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -31,7 +31,7 @@ from forge_train.store import tensors
 from forge_train.store.save_plan import Shards
 from forge_train_tools.launching.launch import WorkerResult
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", "23b")]
+pytestmark = [pytest.mark.unit]
 
 
 class BrokenShardError(ForgeError):

@@ -20,7 +20,7 @@ from forge_train_kit.stores.remote_folder import RemoteFolder
 from forge_train_kit.stores.store import Store
 from forge_train_tools.offline import relocate
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]
+pytestmark = [pytest.mark.unit]
 
 
 @pytest.fixture

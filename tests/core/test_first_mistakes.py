@@ -14,7 +14,7 @@ from forge_cli import forge, one_message
 from forge_train import ConfigError, ForgeError, Plugin, PluginError, Transform, hookimpl, section
 from forge_train.base.errors import explain
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 23)]
+pytestmark = [pytest.mark.unit]
 
 
 def told(folder: Path, kind: type[ForgeError], plugin: type[Plugin], **more: Any) -> str:

@@ -69,7 +69,6 @@ def test_sparkline() -> None:
     assert len(sparkline(list(range(1000)), 40)) == 40
 
 
-@pytest.mark.accept("house", 1)
 def test_the_first_of_a_list() -> None:
     assert format_list("abc") == "a, b, c"
     assert format_list("abcde") == "a, b, c, … 2 more"

@@ -23,7 +23,7 @@ from forge_train_tools.launching import launch
 from forge_train_tools.launching.launch import WorkerCommand, WorkerResult, leave, left
 from full_disk import full_for
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 16)]
+pytestmark = [pytest.mark.unit]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,6 @@ def test_an_attention_without_a_cache_generates_all_the_same(monkeypatch: pytest
 
 
 @pytest.mark.unit
-@pytest.mark.accept("trial", 7)
 def test_a_model_that_looks_ahead_is_refused_with_its_reason() -> None:
     job, model = tiny_models.composed("moe.router=expert_choice", "moe.balance=0", plugins=("moe",))
     reason = r"can't generate text: under moe\.router = 'expert_choice' .*layers\.0\.feed_forward\.routed"
@@ -119,7 +118,6 @@ def test_a_model_that_looks_ahead_is_refused_with_its_reason() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.accept("trial", 7)
 @pytest.mark.parametrize("values", [{"moe.capacity": 0.5}, {"moe.jitter": 0.3}, {"moe.router": "sigmoid"}])
 def test_the_cache_changes_no_token_with_experts_either(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
@@ -217,7 +215,6 @@ class Instructed(ByteTokenizer):
 
 
 @pytest.mark.unit
-@pytest.mark.accept("trial", 4)
 def test_a_prompt_begins_as_the_tokenizer_says_and_every_stop_ends_it() -> None:
     completion = scripted([*b"_so", 2, *b"more"], Instructed())
     assert completion._prompt == [1], "not the end of another document"

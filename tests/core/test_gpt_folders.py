@@ -19,7 +19,7 @@ from forge_train_tools.offline.huggingface import export_checkpoint
 from test_huggingface import TOKENS, load, logits, trained_and_exported
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.e2e, pytest.mark.accept("families", 1)]
+pytestmark = [pytest.mark.e2e]
 
 NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SHAPE = {

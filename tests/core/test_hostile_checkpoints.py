@@ -28,7 +28,7 @@ from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline.examine import examine
 from tiny_models import reseal
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 7)]
+pytestmark = [pytest.mark.unit]
 
 STATE = {
     "model": {"a": torch.arange(64.0).reshape(8, 8), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.ones(8, 8)},

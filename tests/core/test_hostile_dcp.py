@@ -31,7 +31,6 @@ from tiny_models import reseal
 
 pytestmark = [
     pytest.mark.unit,
-    pytest.mark.accept("checkpoints", 7),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 

@@ -114,7 +114,6 @@ def llama(tmp_path: Path) -> Path:
 
 
 @pytest.mark.e2e
-@pytest.mark.accept("core", 5)
 @pytest.mark.parametrize("case", CASES)
 def test_import_train_export_keep_to_transformers(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -123,7 +122,6 @@ def test_import_train_export_keep_to_transformers(
 
 
 @pytest.mark.e2e
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_families_keep_to_transformers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     imported_trained_and_exported(*FAMILIES[case], tmp_path)
@@ -243,7 +241,6 @@ def test_the_tokenizer_goes_with_the_weights(llama: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.unit
-@pytest.mark.accept("trial", 12)
 def test_an_imported_checkpoint_can_be_edited_moved_and_trained(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +267,6 @@ def test_an_imported_checkpoint_can_be_edited_moved_and_trained(
 
 
 @pytest.mark.unit
-@pytest.mark.accept("trial", 12)
 def test_what_is_not_meant_to_be_edited_is_named_with_the_way_out(llama: Path, tmp_path: Path) -> None:
     tokenizer(llama)
     path = import_checkpoint(llama, tmp_path / "start").path

@@ -17,7 +17,7 @@ from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import run_forge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", "maps")]
+pytestmark = [pytest.mark.unit]
 MAPS = """
 from forge_train_kit.state_map import Renumber, Repeat, Resize
 

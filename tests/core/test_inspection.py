@@ -42,7 +42,6 @@ def plugin(**members: Any) -> type[Plugin]:
 # -- the decorator --------------------------------------------------------------------------------
 
 
-@pytest.mark.accept("trial", 20)
 @pytest.mark.parametrize("hook", SPECS)
 def test_a_method_with_a_hooks_name_and_without_the_decorator(hook: str) -> None:
     def method(self: Any) -> None: ...
@@ -59,7 +58,6 @@ def test_a_method_with_a_hooks_name_and_without_the_decorator(hook: str) -> None
         assert "is named like a hook, but is not marked with @hookimpl. Write @hookimpl above it" in first
 
 
-@pytest.mark.accept("trial", 20)
 @pytest.mark.parametrize(
     ("member", "says"),
     [
@@ -81,7 +79,6 @@ def test_values_with_a_hooks_name_are_left_alone_and_switch_an_inherited_hook_of
     assert not told(plugin(optimizer=None, loss=0.0, task="x"))
 
 
-@pytest.mark.accept("trial", 20)
 def test_an_override_without_the_decorator() -> None:
     class Base(Plugin):
         @hookimpl
@@ -94,7 +91,6 @@ def test_an_override_without_the_decorator() -> None:
     assert "Child.on_step" in told(Child)[0]
 
 
-@pytest.mark.accept("trial", 20)
 def test_a_plugin_without_any_hook() -> None:
     class Empty(Plugin): ...
 
@@ -127,7 +123,6 @@ def test_the_decorator_in_every_place_that_python_allows() -> None:
     assert not told(Fine)
 
 
-@pytest.mark.accept("trial", 23)
 def test_the_decorator_with_parentheses() -> None:
     for given, shown in (({}, "@hookimpl()"), ({"tryfirst": True}, "@hookimpl(tryfirst=True)")):
         with pytest.raises(PluginError) as caught:
@@ -154,7 +149,6 @@ def _generates(self: Any, step: Any) -> Iterator[None]:
 async def _awaits(self: Any, step: Any) -> None: ...
 
 
-@pytest.mark.accept("trial", 23)
 @pytest.mark.parametrize(
     ("hook", "method", "says"),
     [
@@ -197,7 +191,6 @@ def test_a_place_is_that_of_the_function_inside() -> None:
     assert place(3) == "builtins.int"
 
 
-@pytest.mark.accept("trial", 23)
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
@@ -217,7 +210,6 @@ def test_what_a_class_says_of_itself(name: str, value: Any, says: str) -> None:
 # -- at start-up ----------------------------------------------------------------------------------
 
 
-@pytest.mark.accept("trial", 20)
 def test_all_of_it_is_told_at_start_up_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(Plugin):
         def on_step(self, step: Any) -> None: ...
@@ -236,7 +228,6 @@ def test_all_of_it_is_told_at_start_up_and_nothing_is_written(tmp_path: Path, mo
     assert checked.code == 1
 
 
-@pytest.mark.accept("trial", 23)
 def test_a_failing_import_names_its_line_and_advises_what_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forge_plugins: Installed
 ) -> None:

@@ -63,7 +63,6 @@ def readers(path: Path, out: Path) -> dict[str, Callable[[], Ended]]:
 READERS = ("inspect", "verify", "export", "generate", "init_from", "resume")
 
 
-@pytest.mark.accept("trial", 9)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_flipped_bit_is_found_by_everything_that_reads_a_checkpoint(run: Path, tmp_path: Path, reader: str) -> None:
     path = run / "checkpoints" / STEP
@@ -78,7 +77,6 @@ def test_a_flipped_bit_is_found_by_everything_that_reads_a_checkpoint(run: Path,
     assert not (tmp_path / "out" / "new").exists()
 
 
-@pytest.mark.accept("trial", 9)
 def test_a_damaged_newest_checkpoint_is_left_out_and_the_run_goes_on_from_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,7 +91,6 @@ def test_a_damaged_newest_checkpoint_is_left_out_and_the_run_goes_on_from_the_on
     assert resumed.numbers == through.numbers
 
 
-@pytest.mark.accept("trial", 9)
 def test_each_file_is_read_once_at_resume_and_not_again_for_pruning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +110,6 @@ def test_each_file_is_read_once_at_resume_and_not_again_for_pruning(
     assert read == ["step-00000003", *save]
 
 
-@pytest.mark.accept("trial", 9)
 def test_pruning_never_gives_up_a_whole_checkpoint_for_a_damaged_one(tmp_path: Path) -> None:
     class Rots(Plugin):
         """Damages what was saved at step 2."""
@@ -127,7 +123,6 @@ def test_pruning_never_gives_up_a_whole_checkpoint_for_a_damaged_one(tmp_path: P
     assert [saved.step for saved in checkpoint.found(run / "checkpoints")] == [3, 2, 1]
 
 
-@pytest.mark.accept("trial", 9)
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_diverged_run_names_the_checkpoint_that_it_verified(tmp_path: Path, damaged: bool) -> None:
     class Diverges(Plugin):
@@ -166,7 +161,6 @@ def poison(path: Path, victim: Path) -> None:
     reseal(path)
 
 
-@pytest.mark.accept("trial", 11)
 @pytest.mark.parametrize("reader", READERS)
 def test_nothing_in_a_checkpoint_is_run(run: Path, tmp_path: Path, reader: str) -> None:
     path, victim = run / "checkpoints" / STEP, tmp_path / "run-by-pickle"
@@ -193,7 +187,6 @@ class Evil(Plugin):
 """
 
 
-@pytest.mark.accept("checkpoints", 7)
 @pytest.mark.parametrize("spec", ["./evil.py", "evil.py:Evil", "{path}/evil.py", "../evil.py", "downloaded.evil:Evil"])
 def test_code_that_came_with_a_checkpoint_is_not_run(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str
@@ -231,7 +224,6 @@ def test_code_that_came_with_a_checkpoint_is_not_run(
     assert victim.exists(), "a configuration that somebody names is theirs"
 
 
-@pytest.mark.accept("trial", 11)
 def test_a_checkpoint_that_has_another_step_s_name_is_not_whole(run: Path, tmp_path: Path) -> None:
     """Else an older state would be resumed as the newest, or steps be counted twice."""
     latest = run / "checkpoints" / STEP
@@ -263,7 +255,6 @@ def test_a_manifest_names_only_files_of_its_folder(run: Path, tmp_path: Path) ->
 # -- moved and edited -----------------------------------------------------------------------------
 
 
-@pytest.mark.accept("checkpoints", "moved")
 def test_a_checkpoint_is_used_where_it_was_moved_to_and_with_an_edited_configuration(run: Path, tmp_path: Path) -> None:
     path = (run / "checkpoints" / STEP).rename(tmp_path / "moved")
     shutil.rmtree(run)
@@ -287,7 +278,6 @@ def test_a_checkpoint_is_used_where_it_was_moved_to_and_with_an_edited_configura
     assert "config.toml is missing" in forge("generate", path).err
 
 
-@pytest.mark.accept("checkpoints", "moved")
 def test_nothing_in_a_checkpoint_says_where_it_lay(run: Path) -> None:
     path = run / "checkpoints" / STEP
     found = [file.name for file in path.rglob("*") if file.is_file() and str(run).encode() in file.read_bytes()]

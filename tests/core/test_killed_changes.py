@@ -21,7 +21,7 @@ from forge_train.checkpoint.seal import ALONE, check
 from forge_train.checkpoint.writing import prune, repair, save
 from forge_train.run.records import read
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]
+pytestmark = [pytest.mark.unit]
 OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 
 

@@ -24,7 +24,7 @@ from forge_train.base import lock
 from forge_train.base.lock import Owner, take
 from forge_train.run.run import Run
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", "10")]
+pytestmark = [pytest.mark.unit]
 
 
 def locks(folder: Path) -> list[str]:

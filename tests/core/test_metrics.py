@@ -27,7 +27,7 @@ from forge_train_kit.metrics import (
 from forge_train_tools.testing import check, check_metric
 from forge_train_tools.testing.runs import RunForge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 5)]
+pytestmark = [pytest.mark.unit]
 
 SIZES = (7, 1, 40, 0, 13)
 """Values of each update: ranks hold different numbers, and one nothing."""

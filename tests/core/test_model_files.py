@@ -78,7 +78,6 @@ def trained(folder: Path, config: Path, *values: str, name: str = "r", **more: A
 # -- there and back --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.accept("trial", 4)
 def test_a_model_keeps_its_tokens_and_files_through_training(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,7 +108,6 @@ def test_a_model_keeps_its_tokens_and_files_through_training(
     assert theirs.decode(expected[0], skip_special_tokens=True) == "The" + said
 
 
-@pytest.mark.accept("trial", 4)
 @pytest.mark.parametrize("ids", [{"bos_token_id": None, "eos_token_id": 2}, {"eos_token_id": None}, {}])
 def test_ids_are_kept_where_there_is_no_tokenizer(model: Path, tmp_path: Path, ids: dict[str, Any]) -> None:
     source = tmp_path / "hf"
@@ -125,7 +123,6 @@ def test_ids_are_kept_where_there_is_no_tokenizer(model: Path, tmp_path: Path, i
         assert special(tmp_path / name) == ids
 
 
-@pytest.mark.accept("trial", 4)
 def test_a_run_of_its_own_exports_its_tokenizers_ids(model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -163,7 +160,6 @@ def test_a_checkpoints_tokenizer_is_sealed(model: Path, tmp_path: Path) -> None:
     assert check(tmp_path / "base", contents=True) == "tokenizer/tokenizer.json has other contents than were saved"
 
 
-@pytest.mark.accept("trial", 4)
 def test_a_resumed_run_has_the_same_tokenizer(model: Path, tmp_path: Path) -> None:
     source = shutil.copytree(model, tmp_path / "hf")
     config = tmp_path / "mine.toml"
@@ -202,7 +198,6 @@ class Reversed(Plugin):
         return bytes(255 - id for id in ids).decode(errors="replace")
 
 
-@pytest.mark.accept("trial", 25)
 def test_a_data_plugin_leaves_the_tokenizer_alone(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +214,6 @@ def test_a_data_plugin_leaves_the_tokenizer_alone(
         assert json.loads(written.read_text())["vocab_size"] == vocabulary
 
 
-@pytest.mark.accept("trial", 25)
 def test_a_tokenizer_plugin_leaves_the_data_alone(tmp_path: Path) -> None:
     run = tiny_models.trained(tmp_path, plugins=("test_model_files:Reversed",))
     opened = open_model(run)
@@ -228,7 +222,6 @@ def test_a_tokenizer_plugin_leaves_the_data_alone(tmp_path: Path) -> None:
     assert opened.model.state_dict()["embedding.weight"].shape[0] == 256
 
 
-@pytest.mark.accept("trial", 25)
 def test_one_place_says_which_tokenizer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def path(text: str = "", *sets: str, plugins: tuple[str, ...] = ()) -> Any:
         file = tmp_path / "sub" / "mine.toml"
@@ -268,7 +261,6 @@ def test_without_any_tokenizer_text_says_what_it_lacks(tmp_path: Path) -> None:
 # -- defaults for fine-tuning ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.accept("trial", 27)
 def test_an_imported_configuration_fine_tunes(model: Path, tmp_path: Path) -> None:
     import_checkpoint(model, tmp_path / "base")
     written = (tmp_path / "base" / "config.toml").read_text()

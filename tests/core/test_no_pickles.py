@@ -22,7 +22,7 @@ import forge_train_tools
 import tiny_models
 from forge_train.checkpoint import checkpoint
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 7)]
+pytestmark = [pytest.mark.unit]
 
 GUARD = """
 import pickle, sys

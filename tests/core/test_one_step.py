@@ -234,7 +234,6 @@ class Mask(Plugin):
         return PrepareBatch(BatchPhase.MASK, mask)
 
 
-@pytest.mark.accept("trial", 1)
 @pytest.mark.parametrize("micro", [4, 2, 1])
 @pytest.mark.parametrize("left", LEFT)
 def test_an_attached_loss_weighs_the_same_however_many_labels_are_masked(tmp_path: Path, left: str, micro: int) -> None:

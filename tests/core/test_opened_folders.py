@@ -21,7 +21,7 @@ from forge_train_tools.offline.opening import open_model
 from test_huggingface import SHAPE
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 1)]
+pytestmark = [pytest.mark.unit]
 
 
 @pytest.fixture
@@ -90,7 +90,6 @@ def test_a_conversion_to_another_architecture_names_its_own_option(llama: Path, 
     assert "decoder.architecture" not in str(error.value)
 
 
-@pytest.mark.accept("families", 6)
 def test_another_head_takes_the_place_of_that_of_a_folder(tmp_path: Path) -> None:
     labels = {0: "a", 1: "b", 2: "c"}
     folder = saved(tmp_path / "classes", "LlamaForSequenceClassification", id2label=labels)

@@ -13,7 +13,7 @@ from forge_train_kit.peaks import PEAKS, peak_flops
 from forge_train_plugins.observers.mfu import MFU
 from forge_train_tools.planning import DEVICES
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("house", 4)]
+pytestmark = [pytest.mark.unit]
 
 
 def share(monkeypatch: pytest.MonkeyPatch, name: str, *, configured: float = 0.0, precision: str = "bf16") -> float:

@@ -24,7 +24,7 @@ from forge_train_tools.planning.roofline import DEVICES, Kernel, roofline
 from forge_train_tools.planning.watch import AnyDtype
 from forge_train_tools.planning.work import Work
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("dist", 5)]
+pytestmark = [pytest.mark.unit]
 
 functional = torch.ops._c10d_functional
 AXES = {"dp_replicate": 2, "dp_shard": 3, "tp": 2}

@@ -56,7 +56,6 @@ def test_cases_that_keep_their_group_share_its_meshes(ranks: Pool) -> None:
     assert ranks.run(pool_cases.meets_again, 2, keep=True) == [False] * 2, "a failure ends it"
 
 
-@pytest.mark.accept("trial", 26)
 def test_a_hang_is_ended_and_shows_where(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time runs out once the other rank has answered, however long that takes on a busy machine."""
     before = ranks.run(pool_cases.gather, 2)

@@ -130,7 +130,6 @@ def test_axes_that_do_not(parallel: dict[str, int], world: int, says: str) -> No
     assert says in str(caught.value)
 
 
-@pytest.mark.accept("house", 1)
 def test_configuration_layout_and_meshes_have_the_axes_of_the_table() -> None:
     fields = {field.name for field in dataclasses.fields(ParallelSection)}
     assert fields == set(CONFIGURED) == {field.name for field in dataclasses.fields(Layout)}

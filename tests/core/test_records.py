@@ -109,7 +109,6 @@ def test_every_event_of_a_run_is_in_the_schemas(tmp_path: Path) -> None:
         assert event.keys() == {"event", "version", "time", "step", *fields}
 
 
-@pytest.mark.accept("house", 1)
 def test_every_line_has_the_version_of_its_schema_and_newer_ones_are_refused(tmp_path: Path) -> None:
     records = Records(tmp_path)
     records.metrics({"step": 1, "loss": 1.0})

@@ -37,7 +37,7 @@ from forge_train_kit.hf import HFModel
 
 SPECS = Specs([])
 """Forge's own hooks."""
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 22)]
+pytestmark = [pytest.mark.unit]
 HERE = Path(__file__).name
 
 

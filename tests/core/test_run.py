@@ -180,7 +180,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 # -- names and folders that can't be ----------------------------------------------------------------
 
 
-@pytest.mark.accept("trial", "16b")
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -204,7 +203,6 @@ def test_a_name_that_no_folder_can_have(tmp_path: Path, name: str, says: str) ->
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.accept("trial", "16b")
 @pytest.mark.parametrize("name", [" a", "a\\u0000b", "a\\nb"])
 def test_a_name_in_a_file_is_taken_as_it_stands(tmp_path: Path, name: str) -> None:
     from forge_cli import forge, one_message
@@ -215,7 +213,6 @@ def test_a_name_in_a_file_is_taken_as_it_stands(tmp_path: Path, name: str) -> No
     assert re.search(r"toy\.toml:\d+: run\.name: expected printable characters, and no spaces at either end", message)
 
 
-@pytest.mark.accept("trial", "16b")
 def test_the_longest_name_and_the_longest_source(tmp_path: Path) -> None:
     assert toys.run(tmp_path, name="a" * 200).run.name == "a" * 200
     assert toys.run(tmp_path, name="a" * 200, resume="never").run.name == "a" * 200 + "-2"
@@ -245,7 +242,6 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.accept("trial", "16b")
 @pytest.mark.parametrize("name", ["old", "new"])
 @pytest.mark.parametrize("more", [(), ("--nproc", "2")])
 def test_a_folder_that_can_t_be_written_is_told_before_the_first_step(
@@ -258,7 +254,6 @@ def test_a_folder_that_can_t_be_written_is_told_before_the_first_step(
     assert re.fullmatch(rf"{read_only}/{name}: can't write the run folder: (Read-only|Permission).*\.", message)
 
 
-@pytest.mark.accept("trial", "16b")
 @pytest.mark.parametrize("more", [(), ("--nproc", "2")])
 def test_places_where_no_run_can_be(tmp_path: Path, more: tuple[str, ...]) -> None:
     from forge_cli import forge, one_message
@@ -291,7 +286,6 @@ class Stops(Plugin):
             raise LookupError("enough")
 
 
-@pytest.mark.accept("trial", "13")
 def test_a_run_without_a_checkpoint_says_that_it_starts_over_and_keeps_the_old_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -324,7 +318,6 @@ def test_a_run_without_a_checkpoint_says_that_it_starts_over_and_keeps_the_old_f
     assert not (run / "attempt-3").exists()
 
 
-@pytest.mark.accept("trial", "13")
 def test_damaged_checkpoints_are_kept_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = toys.run(tmp_path, name="a").run
     (run / "checkpoints" / "step-00000004" / "state.json").unlink()
@@ -335,7 +328,6 @@ def test_damaged_checkpoints_are_kept_too(tmp_path: Path, caplog: pytest.LogCapt
     assert (run / "attempt-1" / "checkpoints" / "step-00000004" / "manifest.json").exists()
 
 
-@pytest.mark.accept("trial", "13")
 @pytest.mark.parametrize("moves", range(1, 8))
 def test_killed_while_it_puts_files_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int) -> None:
     with pytest.raises(LookupError):

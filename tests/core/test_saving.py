@@ -40,7 +40,6 @@ def saved(run: Path) -> list[tuple[int, str]]:
     return [(one.step, check(one.path, contents=True)) for one in found(run / "checkpoints")]
 
 
-@pytest.mark.accept("checkpoints", 3)
 def test_every_tensor_is_overwritten_and_the_file_holds_the_old_values(tmp_path: Path) -> None:
     config = {"checkpoint.every": 2, "log.every": 4}  # a mean over steps is under way when it saves
     written = threading.Event()

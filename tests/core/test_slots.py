@@ -19,7 +19,6 @@ from forge_train_tools.testing.trials import TRIALS
 
 SPECS = Specs([])
 """Forge's own hooks."""
-pytestmark = pytest.mark.accept("core", 2)
 
 SLOTS = [name for name, spec in SPECS.items() if spec.kind in ("slot", "chain") and not spec.starts_only]
 """Without `initial_weights`, which only runs from other weights ask for: see test_initial_weights.py."""

@@ -20,7 +20,7 @@ from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.planning.ledger import Ledger
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 4)]
+pytestmark = [pytest.mark.unit]
 PLUGINS = ("exchange_family:OutsideFamily", "toys:ToyData")
 
 

@@ -17,7 +17,7 @@ from forge_train.checkpoint.checkpoint import check, found
 from forge_train_kit.stores.store import Store
 from saving import ASYNC, stepping
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "stores")]
+pytestmark = [pytest.mark.unit]
 
 EVERY = {"checkpoint.every": 1, "checkpoint.keep": 2}
 FOLDER = {**EVERY, "checkpoint.folder": "bucket://b"}

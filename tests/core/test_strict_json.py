@@ -16,7 +16,7 @@ from forge_train.base.strict_json import dumps, loads
 from forge_train.run.records import read
 from forge_train.run.run import Run
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", "15")]
+pytestmark = [pytest.mark.unit]
 ROOT = Path(__file__).parents[2]
 NAN, INF = math.nan, math.inf
 

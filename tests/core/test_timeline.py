@@ -14,7 +14,7 @@ from forge_train_tools.planning.drawing import IDLE, is_cut, rows, svg
 from forge_train_tools.planning.passes import Footprint, Pass, footprint
 from forge_train_tools.planning.timeline import PartCost, Timeline, simulate
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", "plan")]
+pytestmark = [pytest.mark.unit]
 
 EVEN = PartCost(1.0, 1.0, 1.0, keeps=1.0)
 SIZES = [(2, 4), (4, 8), (4, 16), (8, 16)]

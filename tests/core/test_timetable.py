@@ -9,8 +9,6 @@ import schedules
 from forge_train import ConfigError
 from forge_train_kit.pipeline import Action, Overlap, Timetable, Work
 
-pytestmark = pytest.mark.accept("axes", "plan")
-
 TWO = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 
 

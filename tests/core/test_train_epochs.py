@@ -25,7 +25,7 @@ from forge_train_plugins.observers._console.board import Board
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.testing import run_forge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 5)]
+pytestmark = [pytest.mark.unit]
 
 OPEN = {"train.steps": 0, "train.evaluate_every": 0}
 

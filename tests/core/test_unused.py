@@ -20,7 +20,7 @@ from forge_train_tools.planning import plan
 from forge_train_tools.testing import RunForge, installed
 from forge_train_tools.testing.runs import prepared
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 21)]
+pytestmark = [pytest.mark.unit]
 
 
 class Squared(nn.Module):
@@ -170,7 +170,6 @@ def test_a_kernel_that_nobody_asks_for_is_told(run_forge: RunForge, caplog: pyte
     assert [record.getMessage() for record in caplog.records].count(text) == 1
 
 
-@pytest.mark.accept("axes", "bad")
 @pytest.mark.parametrize("axis", ["pp", "tp"])
 def test_a_plugin_of_an_axis_that_nobody_set(run_forge: RunForge, caplog: pytest.LogCaptureFixture, axis: str) -> None:
     text = f"Plugin '{axis}' does nothing here: parallel.{axis} is 1; set it, as in -s parallel.{axis}=2."

@@ -21,7 +21,7 @@ from forge_train_tools.verification.recording import Record, Recording
 from forge_train_tools.verification.routing import TIES, RoutingCounts
 from forge_train_tools.verification.updates import UPDATE, WEIGHT, moves, settings
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 17)]
+pytestmark = [pytest.mark.unit]
 
 
 def optimizer(lr: float = 1.0) -> torch.optim.Optimizer:

@@ -23,7 +23,7 @@ from forge_train_tools.verification.ranks import peers_apart
 from forge_train_tools.verification.record import worker
 from forge_train_tools.verification.recording import Record, Recording
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 17)]
+pytestmark = [pytest.mark.unit]
 
 
 LAYOUT: list[bool] = []

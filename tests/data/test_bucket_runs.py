@@ -34,7 +34,6 @@ def train(folder: str, tokens: str, name: str, stop_at: int = 0, workers: int = 
 
 
 @pytest.mark.dist
-@pytest.mark.accept("data", 1)
 def test_two_ranks_agree_with_one_and_go_on_as_one(ranks: Pool, tmp_path: Path) -> None:
     """Most labels are masked, and each bucket has another number of those that are not."""
     draw = random.Random(0)

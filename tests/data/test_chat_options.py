@@ -22,7 +22,7 @@ from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 from forge_train_kit.data.tokenizers.literals import Literals
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 5)]
+pytestmark = [pytest.mark.unit]
 
 THOUGHTS = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"

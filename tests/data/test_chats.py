@@ -30,7 +30,7 @@ from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 
 pytest.importorskip("jinja2")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+pytestmark = [pytest.mark.unit]
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 TOOL = {"type": "function", "function": {"name": "add"}}

@@ -18,7 +18,7 @@ from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+pytestmark = [pytest.mark.unit]
 
 DATE = {"date_string": "26 Jul 2024"}
 

@@ -21,7 +21,7 @@ from forge_train_kit.data.chats import (
 )
 
 pytest.importorskip("jinja2")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+pytestmark = [pytest.mark.unit]
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SAID = {"from": "human", "value": "a"}

@@ -9,7 +9,7 @@ import pytest
 from forge_train import ConfigError
 from forge_train_kit.data.chats import conversation, embedding_texts, preference
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+pytestmark = [pytest.mark.unit]
 
 USER = {"role": "user", "content": "a"}
 ASSISTANT = {"role": "assistant", "content": "b"}

@@ -15,7 +15,7 @@ from forge_train_kit.data.files import find
 from forge_train_kit.data.formats import lookup
 
 pa = pytest.importorskip("pyarrow")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+pytestmark = [pytest.mark.unit]
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from forge_train import ConfigError
 from forge_train_kit.data.chats import Template, conversation, open_template, render
 
 pytest.importorskip("jinja2")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+pytestmark = [pytest.mark.unit]
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]}

@@ -17,7 +17,7 @@ from forge_train_kit.data.store import START
 from forge_train_kit.data.tokens import rows_of
 from forge_train_tools.testing import run_forge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
+pytestmark = [pytest.mark.unit]
 
 
 @pytest.mark.parametrize("packing", ["split", "best_fit", "pad"])

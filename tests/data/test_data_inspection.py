@@ -65,7 +65,6 @@ def test_only_the_beginning_of_a_source_is_read(source: Path, monkeypatch: pytes
     assert (found.facts["files_read"], found.facts["source_files"]) == (1, 7)
 
 
-@pytest.mark.accept("data", 3)
 @pytest.mark.parametrize("at", [1024, -1, -200])
 def test_damaged_shards_are_named(source: Path, at: int) -> None:
     out = prepared(source)

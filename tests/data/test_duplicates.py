@@ -46,7 +46,6 @@ def variants(seed: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.accept("data", 2)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_signatures_estimate_jaccard(seed: int) -> None:
     texts = variants(seed)
@@ -59,7 +58,6 @@ def test_signatures_estimate_jaccard(seed: int) -> None:
     assert np.max(np.abs(errors)) < 0.2, "five standard errors of 128 permutations"
 
 
-@pytest.mark.accept("data", 2)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_near_duplicates_are_those_of_exact_sets(seed: int) -> None:
     texts = variants(seed)

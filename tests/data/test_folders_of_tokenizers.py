@@ -17,7 +17,7 @@ from forge_train_kit.data.tokenizers import encode_documents, open_tokenizer
 transformers = pytest.importorskip("transformers")
 sentencepiece = pytest.importorskip("sentencepiece")
 tokenizers = pytest.importorskip("tokenizers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
+pytestmark = [pytest.mark.unit]
 
 LINES = ["Hello wörld, this is a test of a café.", "say one two three <|user|> hi </s>"] * 40
 TEXTS = [

@@ -125,8 +125,6 @@ def first_epoch(found: Sequence[str]) -> list[str]:
     return list(found[: next(at for at, one in enumerate(found) if one in found[:at])])
 
 
-@pytest.mark.accept("data", 1)
-@pytest.mark.accept("data", 3)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["json", "parquet", "saved"])
 def test_a_stream_gives_every_document_once_an_epoch(sources: dict[str, Any], kind: str, ranks: int) -> None:
@@ -142,7 +140,6 @@ def test_a_stream_gives_every_document_once_an_epoch(sources: dict[str, Any], ki
     assert firsts[0] != [text for text in TEXTS if text in firsts[0]]
 
 
-@pytest.mark.accept("data", 1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["json", "parquet", "saved"])
@@ -175,7 +172,6 @@ def test_a_stream_is_resumed_twice_bit_for_bit(sources: dict[str, Any], kind: st
         Ranks(4, **settings).load(state)
 
 
-@pytest.mark.accept("data", 1)
 def test_a_stream_finds_its_place_from_the_count_alone(sources: dict[str, Any]) -> None:
     settings = {"streaming": True, "shuffle_buffer": 16, **sources["parquet"]}
     expected = Ranks(2, **settings).take(12)
@@ -212,8 +208,6 @@ def test_rows_of_a_stream_are_those_of_the_whole_text(sources: dict[str, Any]) -
                 assert tensor.tolist() == getattr(wanted, name).tolist(), name
 
 
-@pytest.mark.accept("data", 1)
-@pytest.mark.accept("data", 3)
 @pytest.mark.parametrize("kind", ["json", "parquet", "saved"])
 def test_without_streaming_both_sides_are_everything(sources: dict[str, Any], kind: str, tmp_path: Path) -> None:
     settings = {"held_out": 0.3, "shuffle": False, "isolate": False, "cache": str(tmp_path / "cache"), **sources[kind]}
@@ -300,7 +294,6 @@ class TestMistakes:
             Ranks(1, "validation", path="x", held_out=0)
 
 
-@pytest.mark.accept("data", 1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_uneven_files_repeat_nothing(tmp_path: Path, ranks: int) -> None:
     """Six documents in one file, sixty in another, of equal length: after n epochs each was seen n times."""
@@ -334,7 +327,6 @@ def train(folder: str, path: str, name: str, stop_at: int = 0) -> list[float]:
 
 
 @pytest.mark.dist
-@pytest.mark.accept("data", 1)
 def test_two_processes_stop_and_go_on(ranks: Pool, sources: dict[str, Any], tmp_path: Path) -> None:
     common = {"folder": str(tmp_path / "runs"), "path": sources["saved"]["path"]}
     whole = ranks.run(train, 2, name="whole", **common)

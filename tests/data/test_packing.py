@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from forge_train_kit.data.packing import Packed, best_fit, buckets, cut
 from forge_train_kit.data.permutation import permute
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+pytestmark = [pytest.mark.unit]
 
 Int64s = NDArray[np.int64]
 

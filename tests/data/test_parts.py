@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from forge_train_kit.data.tokenizers.parts import PART, parts
 from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+pytestmark = [pytest.mark.unit]
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"

@@ -14,7 +14,7 @@ from forge_train_kit.data.rows import Rows
 from forge_train_kit.data.shard import Shard
 from forge_train_kit.data.tokens import rows_of
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 1)]
+pytestmark = [pytest.mark.unit]
 
 SEQUENCE = 64
 _made: list[int] = []

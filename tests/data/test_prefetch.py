@@ -174,7 +174,6 @@ class TestBrokenSamples:
         assert failed.value.type == "data"
         assert loader.state_dict()["sequences"] == 4, "the run can continue from before it"
 
-    @pytest.mark.accept("data", 1)
     @MODES
     def test_the_next_one_stands_in_on_any_ranks_and_after_a_resume(
         self, make: Callable[..., StreamLoader], mode: Any

@@ -33,7 +33,6 @@ def skips(found: TinyRun) -> list[float | None]:
 
 
 @pytest.mark.unit
-@pytest.mark.accept("data", 1)
 def test_numbers_do_not_depend_on_how_it_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = {mode: run(tmp_path, mode, config=SKIP, steps=4) for mode in MODES}
     assert found["threads"].numbers == found["inline"].numbers == found["processes"].numbers

@@ -79,7 +79,6 @@ def wanted(texts: Path, out: Path, **options: Any) -> Preparation:
     return Preparation((str(texts),), out, **{"held_out": 0.2, **options})
 
 
-@pytest.mark.accept("data", 1)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_document_once_for_any_number_of_workers(texts: Path, tmp_path: Path, workers: int) -> None:
     manifest = prepare(wanted(texts, tmp_path / "out", workers=workers), Report())
@@ -92,7 +91,6 @@ def test_every_document_once_for_any_number_of_workers(texts: Path, tmp_path: Pa
     assert again == manifest
 
 
-@pytest.mark.accept("data", 4)
 @pytest.mark.parametrize("writes", [0, 1, 5, 9])
 def test_goes_on_after_a_kill(texts: Path, tmp_path: Path, writes: int) -> None:
     out = tmp_path / "out"
@@ -240,7 +238,6 @@ def test_a_trained_tokenizer_is_the_same_each_time(texts: Path, tmp_path: Path) 
         prepare(wanted(texts, tmp_path / "three", train_tokenizer=10), Report())
 
 
-@pytest.mark.accept("data", 3)
 def test_shards_of_different_preparations_do_not_mix(texts: Path, tmp_path: Path) -> None:
     prepare(wanted(texts, tmp_path / "one"), Report())
     prepare(wanted(texts, tmp_path / "two", train_tokenizer=300), Report())

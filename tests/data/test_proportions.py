@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forge_train.base.errors import ConfigError
 from forge_train_kit.data.proportions import RESOLUTION, Phases, Proportions, capped, tempered
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+pytestmark = [pytest.mark.unit]
 
 UNEVEN = {"web": 0.62, "code": 0.21, "books": 0.1, "maths": 0.0667, "law": 0.0033}
 ROUNDED = {"web": 2**0.5, "code": 0.3333333333, "books": 1e-5}

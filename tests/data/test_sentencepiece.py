@@ -19,7 +19,7 @@ from forge_train_plugins.data.tokenizer import Tokenizer
 from forge_train_tools.testing import run_forge
 
 sentencepiece = pytest.importorskip("sentencepiece")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
+pytestmark = [pytest.mark.unit]
 
 LINES = ["Hello wörld, this is a test.", "A naïve café has 二 texts and 17 cups."] * 50
 TEXTS = ["Hello  wörld 😀 二<|end|>x\nnew ﬁsh", "", " a", "</s> is text here", "\n\n"]

@@ -117,7 +117,6 @@ def taken(loaders: list[StreamLoader], batches: int) -> list[Any]:
     return found
 
 
-@pytest.mark.accept("data", 1)
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("name", STREAMS)
 def test_one_global_sequence_on_any_ranks_resumed_twice(name: str, workers: str) -> None:
@@ -145,7 +144,6 @@ def test_one_global_sequence_on_any_ranks_resumed_twice(name: str, workers: str)
         assert first + second + third == expected
 
 
-@pytest.mark.accept("data", 1)
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -171,7 +169,6 @@ def test_every_token_once_an_epoch(packing: str, ranks: int, workers: int) -> No
         loader.close()
 
 
-@pytest.mark.accept("data", 1)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
     sequence=st.sampled_from([7, 12, 32, 96]),
@@ -234,7 +231,6 @@ def test_random_tokens_are_one_text_in_rows() -> None:
         random_tokens(8).load_state_dict(random_tokens().state_dict(0), 0)
 
 
-@pytest.mark.accept("data", 2)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=15),
     packing=st.sampled_from(["best_fit", "pad"]),
@@ -416,7 +412,6 @@ class TestPlugins:
                         found[bytes(piece[:-1])] += 1
         return found
 
-    @pytest.mark.accept("data", 1)
     @pytest.mark.parametrize("packing", ["best_fit", "pad"])
     def test_tokens(self, folders: list[Path], packing: str) -> None:
         from forge_train_plugins.data.tokens import Tokens

@@ -20,7 +20,7 @@ from forge_train_plugins.data.tokenizer import Tokenizer
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.testing import run_forge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 6)]
+pytestmark = [pytest.mark.unit]
 
 NAMES = ("ham", "spam")
 COUNT = 11

@@ -14,7 +14,7 @@ from forge_train.checkpoint.checkpoint import found, shapes
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import Pool, PoolError, Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
+pytestmark = [pytest.mark.dist]
 
 WHOLE = {"tp.sequence_parallel": False, "tp.loss_parallel": False}
 

@@ -10,7 +10,7 @@ import pytest
 
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("resilience", 4)]
+pytestmark = [pytest.mark.dist]
 
 LAYOUTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "fsdp2": (["fsdp2"], {"poison.parameter": "layers.1"}),

@@ -10,7 +10,7 @@ import pytest
 import compositions
 from forge_train_tools.testing import Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
+pytestmark = [pytest.mark.dist]
 
 MODEL: dict[str, Any] = {
     "decoder.attention_dropout": 0.3,

@@ -16,7 +16,7 @@ from forge_train_tools.testing import Verifier
 from forge_train_tools.verification.numbers import errors
 from forge_train_tools.verification.recording import read_gradients
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("axes", 1)]
+pytestmark = [pytest.mark.dist]
 
 BASE = {"decoder.layers": 4, "train.global_batch": 16, "train.micro_batch": 2}
 EXPERTS = {"moe.experts": 8, "moe.hidden": 16, "moe.bias_speed": 0.01, "moe.z_loss": 0.001, "moe.balance": 0.1}

@@ -23,7 +23,6 @@ LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.accept("checkpoints", 3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_overwritten_on_every_rank_the_files_hold_the_old_values(ranks: Pool, tmp_path: Path, layout: str) -> None:
     world, plugins, config = LAYOUTS[layout]
@@ -69,7 +68,6 @@ def test_ranks_agree_once_on_who_writes_what(ranks: Pool, tmp_path: Path) -> Non
 
 
 @pytest.mark.e2e
-@pytest.mark.accept("checkpoints", 2)
 def test_a_rank_that_is_killed_while_a_thread_writes_costs_that_checkpoint_alone(tmp_path: Path) -> None:
     values = {"train.steps": 6, "checkpoint.every": 2, "checkpoint.keep": 9, "log.every": 1, "train.global_batch": 4}
     file = toys.write_config(tmp_path, "dying:DiesWriting", "layouts:Replicas", **values, **ASYNC)

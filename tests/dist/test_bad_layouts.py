@@ -17,7 +17,7 @@ from forge_cli import DECODER, TESTS, environment, forge, forge_process, one_mes
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train_tools.launching.launch import left
 
-pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.accept("dist", 2)]
+pytestmark = [pytest.mark.dist, pytest.mark.e2e]
 
 AXES = "pp × dp_replicate × dp_shard × cp × tp"
 
@@ -107,7 +107,6 @@ def test_a_run_on_a_layout_that_can_not_hold_its_model_stays_as_it_was(decoder: 
     assert ended.code == 0, ended.err
 
 
-@pytest.mark.accept("axes", "bad")
 def test_a_rank_that_dies_at_start_up_and_in_mid_step_and_one_that_hangs(decoder: str, tmp_path: Path) -> None:
     """Who, of which stage, when, where its log is, and what became of the others."""
     env = environment(PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS / "dist")]))

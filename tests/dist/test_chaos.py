@@ -10,7 +10,6 @@ from chaos_trials import Ground, choose
 
 pytestmark = [
     *(pytest.mark.e2e, pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800)),
-    pytest.mark.accept("resilience", 1),
 ]
 SEED = int(os.environ.get("FORGE_SEED", "0"))
 TRIALS = 10

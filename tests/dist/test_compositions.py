@@ -35,8 +35,6 @@ LARGE = [
 ]
 
 
-@pytest.mark.accept("dist", 1)
-@pytest.mark.accept("dist", 2)
 @pytest.mark.parametrize("composition", [*compositions.covering(), *LARGE], ids=plain)
 def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Path, composition: Composition) -> None:
     reference = composition.reference(composition_file)
@@ -47,7 +45,6 @@ def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Pa
     assert {"updates", "optimizer", "later gradients", "evaluation"} <= by_name.keys()
 
 
-@pytest.mark.accept("dist", 1)
 def test_ranks_of_ddp_can_not_split_weights(composition_file: Path) -> None:
     arguments = ("verify", composition_file, "--nproc", 4, "-p", "ddp,tp", "-s", "parallel.tp=2")
     message = forge_cli.one_message(forge_cli.forge(*arguments), 2)
@@ -98,7 +95,6 @@ ORDERED = dict(sorted(OPTIONS.items(), key=lambda item: item[1][0].world))
 """Those of one number of ranks together: they share a process group."""
 
 
-@pytest.mark.accept("dist", 2)
 @pytest.mark.parametrize(
     ("composition", "layout", "model"),
     [
@@ -117,7 +113,6 @@ def test_options_agree(
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("dist", 1)
 @pytest.mark.parametrize(
     ("composition", "settings"),
     [
@@ -152,8 +147,6 @@ def test_one_process_takes_the_micro_batches_of_a_narrow_layout(verify: Verifier
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("dist", 1)
-@pytest.mark.accept("dist", 2)
 @pytest.mark.parametrize(
     ("layout", "precision", "head"),
     [
@@ -188,7 +181,6 @@ SABOTAGED = {
 }
 
 
-@pytest.mark.accept("dist", 1)
 @pytest.mark.parametrize(
     ("name", "says"), [("LateTP", "is sharded already"), ("Misnamed", "'layers.0.attention.query'")]
 )

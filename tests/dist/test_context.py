@@ -17,7 +17,6 @@ from forge_train_tools.testing import Verifier
 pytestmark = [pytest.mark.dist]
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("context", contexts.covering(), ids=str)
 def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Path, context: Context) -> None:
     reference = context.reference(composition_file)
@@ -49,7 +48,6 @@ EXTENDED = ("compiled and recomputed",)
 """test_compositions.py compiles and recomputes with tp."""
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("name", marked(MORE, EXTENDED))
 def test_agrees_beside_others(verify: Verifier, composition_file: Path, name: str) -> None:
     context, settings, plugins = MORE[name]
@@ -60,7 +58,6 @@ def test_agrees_beside_others(verify: Verifier, composition_file: Path, name: st
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_agrees_in_bf16_by_its_own_gap(verify: Verifier, composition_file: Path, method: str) -> None:
     context = Context(2, method, frozenset({"packed", "grouped queries"}))
@@ -83,7 +80,6 @@ PLANTED = {
 }
 
 
-@pytest.mark.accept("axes", 3)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named(verify: Verifier, composition_file: Path, name: str) -> None:
     plugin, context, says = PLANTED[name]

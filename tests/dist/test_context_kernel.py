@@ -7,7 +7,7 @@ import pytest
 import context_cases
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("axes", 1)]
+pytestmark = [pytest.mark.dist]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from forge_train_tools.testing import Pool, PoolError
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
+pytestmark = [pytest.mark.dist]
 
 Settings = Mapping[str, Any]
 LAYOUT = ("parallel.", "fsdp2.", "ddp.", "train.micro_batch")
@@ -58,7 +58,6 @@ def test_is_the_default_of_several_processes_and_not_looked_at_in_one(runs: Refe
     assert asked["weights"] == one["weights"]
 
 
-@pytest.mark.accept("trial", 19)
 def test_gradients_are_sent_and_weights_dropped_while_the_backward_pass_runs(ranks: Pool, tmp_path: Path) -> None:
     """Not after it: numbers would be the same, time and memory would not."""
     step = {"train.micro_batch": 1, "cross_entropy.chunk": 4}
@@ -124,7 +123,6 @@ def test_an_evaluation_is_of_the_same_text_and_leaves_no_stale_weights(
     assert with_["evaluations"] == pytest.approx(one["evaluations"], rel=1e-5)
 
 
-@pytest.mark.accept("trial", 19)
 def test_a_head_that_was_called_in_vain_is_gathered_anew(runs: Reference) -> None:
     config, plugins = {"train.micro_batch": 6}, ("shard_cases:Glance",)
     two, one = runs.train(2, plugins, config)[0], runs.train(1, plugins, config)[0]
@@ -163,7 +161,6 @@ def test_refuses_in_one_message(
     assert says in str(error.value)
 
 
-@pytest.mark.accept("house", 1)
 def test_tensors_are_gathered_along_any_axis_and_data_ranks_come_from_the_mesh(ranks: Pool) -> None:
     replies = ranks.run("cases:along_axes", 4)
     pieces = [[rank] * (rank + 1) for rank in range(4)]

@@ -15,7 +15,7 @@ from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import Pool
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 5)]
+pytestmark = [pytest.mark.dist]
 
 PLUGINS = ("mla", "moe", "mtp", "tp", "ep", "pp", "fsdp2", "deepseek_fp8")
 MODEL: dict[str, Any] = {

@@ -12,7 +12,7 @@ import forge_cli
 from crossed import marked
 from forge_train_tools.testing import Pool, Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
+pytestmark = [pytest.mark.dist]
 
 MODEL: dict[str, Any] = {
     "decoder.layers": 4,

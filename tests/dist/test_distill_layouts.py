@@ -12,7 +12,7 @@ import forge_cli
 from compositions import Composition
 from forge_train_tools.testing import Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.dist]
 
 TIED, UNTIED = ("no ac", "three", "tied", "packed"), ("full", "one", "untied", "one text")
 

@@ -22,7 +22,6 @@ VALUES = {"train.steps": STEPS, "train.global_batch": 8, "train.evaluate_every":
 
 
 @pytest.mark.e2e
-@pytest.mark.accept("resilience", 6)
 def test_four_ranks_two_and_four_again(tmp_path: Path) -> None:
     """Three do not divide the global batch: two go on, each with twice as many micro-batches."""
     file = toys.write_config(tmp_path, "dying:Dwindles", "fsdp2", "csv", **VALUES)

@@ -12,7 +12,7 @@ import pytest
 import epoch_cases
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
+pytestmark = [pytest.mark.dist]
 
 RECORDS = 13
 

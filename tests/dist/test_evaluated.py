@@ -17,7 +17,7 @@ from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import Pool, RunForge, TinyRun
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.dist]
 EVALUATED: Mapping[str, Any] = {"train.evaluate_every": 1, "train.evaluate_batches": 2}
 KINDS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "schedule_free": ("schedule_free", {"schedule_free.lr": 1e-2}),

@@ -13,7 +13,7 @@ from forge_cli import forge
 from forge_train import ConfigError, PluginError
 from forge_train_tools.testing import Pool, RunForge
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
+pytestmark = [pytest.mark.dist]
 
 EVALUATED: dict[str, Any] = {
     "train.evaluate_every": 2,

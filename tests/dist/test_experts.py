@@ -92,7 +92,6 @@ def judge(verify: Verifier, file: Path, name: str, more: dict[str, Any]) -> Any:
     return verify(asked, world, steps=STEPS, reference=alone(asked))
 
 
-@pytest.mark.accept("moe", 2)
 @pytest.mark.parametrize("name", marked(LAYOUTS, EXTENDED))
 def test_a_layout_equals_one_process(verify: Verifier, composition_file: Path, name: str) -> None:
     verdict = judge(verify, composition_file, name, {})
@@ -100,7 +99,6 @@ def test_a_layout_equals_one_process(verify: Verifier, composition_file: Path, n
     assert {"routing", "buffers"} <= {check.name for check in verdict.checks}
 
 
-@pytest.mark.accept("moe", 2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_so_does_every_way_of_routing(verify: Verifier, composition_file: Path, variant: str) -> None:
     name, more = VARIANTS[variant]
@@ -108,7 +106,6 @@ def test_so_does_every_way_of_routing(verify: Verifier, composition_file: Path, 
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("trial", 1)
 @pytest.mark.parametrize(
     ("name", "mask"), [("ep2×tp2", "mask_all"), ("etp2", "mask"), ("etp2", "mask_all"), ("ep2", "mask")]
 )
@@ -137,7 +134,6 @@ def test_what_can_not_be_is_refused(
         verify(request(composition_file, *plugins, **values), 2, steps=1)
 
 
-@pytest.mark.accept("moe", 5)
 def test_a_tie_is_reported_and_not_compared(verify: Verifier, composition_file: Path) -> None:
     verdict = verify(sabotaged(composition_file, "Tied", "moe"), 2, steps=3)
     assert verdict.undecided, verdict
@@ -152,7 +148,6 @@ def test_a_tie_is_reported_and_not_compared(verify: Verifier, composition_file: 
     assert {"initial weights", "data", "routing", "replicas", "checkpoint"} <= names
 
 
-@pytest.mark.accept("moe", 5)
 def test_wrong_routing_is_named_before_what_comes_of_it(verify: Verifier, composition_file: Path) -> None:
     verdict = verify(sabotaged(composition_file, "Shifted", "moe"), 2, steps=3)
     assert {"routing", "gradients"} <= verdict.failed
@@ -161,7 +156,6 @@ def test_wrong_routing_is_named_before_what_comes_of_it(verify: Verifier, compos
     assert re.match(said, verdict.advice[0]), verdict.advice
 
 
-@pytest.mark.accept("moe", 5)
 def test_an_expert_missing_from_a_save_is_found(verify: Verifier, composition_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"routed\.experts\.down: 4 × 32 × 16 in the checkpoint, 8 × 32 × 16 in"):
         verify(sabotaged(composition_file, "Plain", "ep"), 2, steps=3)

@@ -15,7 +15,7 @@ from forge_train_tools.planning import plan
 from forge_train_tools.testing import Pool, PoolError
 from forge_train_tools.testing.runs import prepared
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
+pytestmark = [pytest.mark.dist]
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "one": (1, (), {}),

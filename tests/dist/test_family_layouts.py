@@ -77,7 +77,6 @@ def requests(file: Path, layout: str, kernel: str, model: Settings) -> tuple[Req
     return request, compositions._request(file, (kernel,), own)
 
 
-@pytest.mark.accept("families", 3)
 @pytest.mark.parametrize("case", CASES)
 def test_options_of_families_agree_with_one_process(verify: Verifier, composition_file: Path, case: str) -> None:
     request, reference = requests(composition_file, *CASES[case])
@@ -85,7 +84,6 @@ def test_options_of_families_agree_with_one_process(verify: Verifier, compositio
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("families", 3)
 def test_a_ring_needs_a_kernel_that_computes_blocks(verify: Verifier, composition_file: Path) -> None:
     request, reference = requests(composition_file, "cp2, ring", "eager", {**OTHERS, **ALONE})
     assert verify(request, 2, steps=1, reference=reference).agree

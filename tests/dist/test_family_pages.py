@@ -17,7 +17,6 @@ from forge_cli import forge
 transformers = pytest.importorskip("transformers")
 pytestmark = [
     *(pytest.mark.e2e, pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)),
-    pytest.mark.accept("families", 7),
 ]
 
 PAGES = Path(__file__).parents[2] / "docs" / "families"

@@ -20,7 +20,7 @@ from forge_train.registry.setup import resolve
 from forge_train.run.records import TIMINGS, read
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.accept("moe", 1)]
+pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 
 SMALL = ("train.global_batch=4", "train.sequence=64", "train.evaluate_every=0", "checkpoint.every=0", "log.every=1")
 OVER_FOUR = ("parallel.ep=2", "parallel.tp=2")

@@ -103,7 +103,6 @@ def test_a_checkpoint_is_the_same_and_goes_on_without_it(train: Any) -> None:
     assert went_on["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
-@pytest.mark.accept("trial", "other")
 def test_a_resumed_run_is_the_one_that_went_through(train: Any) -> None:
     config = {"train.micro_batch": 6, "train.precision": "bf16", **ON}
     through = train(2, ("fp8", "fsdp2"), config, name="through", steps=4)
@@ -114,7 +113,6 @@ def test_a_resumed_run_is_the_one_that_went_through(train: Any) -> None:
     assert composed(resumed["run"])["note"] == "14 of 14 weights gathered in e4m3"
 
 
-@pytest.mark.accept("trial", "other")
 @pytest.mark.parametrize("on", [True, False])
 def test_a_comparison_of_layouts_packs_what_a_run_packs(
     ranks: Pool, tmp_path: Path, composition_file: Path, on: bool

@@ -16,7 +16,7 @@ from forge_cli import forge_process
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("trial", 16), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 TESTS = Path(__file__).parent.parent
 
 

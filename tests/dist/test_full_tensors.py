@@ -20,7 +20,7 @@ from forge_train.store.tensors import read_range
 from forge_train_tools.offline.examine import examine
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("checkpoints", "full")]
+pytestmark = [pytest.mark.dist]
 
 MODEL = {"decoder.layers": 2, "decoder.tied": True, "moe.experts": 4, "moe.hidden": 16}
 PLACES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {

@@ -6,7 +6,7 @@ import pytest
 
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
+pytestmark = [pytest.mark.dist]
 
 
 @pytest.mark.parametrize("world", [2, 4])

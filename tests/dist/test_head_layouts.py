@@ -17,7 +17,7 @@ from forge_train.config import Request
 from forge_train_tools.offline.hf_request import starting_from
 from forge_train_tools.testing import Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 6)]
+pytestmark = [pytest.mark.dist]
 
 Settings = Mapping[str, Any]
 HEADS: dict[str, tuple[tuple[str, ...], Settings]] = {

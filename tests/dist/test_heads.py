@@ -11,7 +11,7 @@ import pytest
 from forge_train import ConfigError
 from forge_train_tools.testing import Pool, RunForge
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
+pytestmark = [pytest.mark.dist]
 
 CLASSES = ("heads:Counting", "heads:ClassHead", "heads:ClassTask", "heads:ClassLoss")
 REGRESSION = ("heads:Counting", "heads:Regression")

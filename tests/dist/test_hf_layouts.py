@@ -44,7 +44,6 @@ CASES = [
 ]
 
 
-@pytest.mark.accept("families", 2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layout_agrees(verify: Verifier, case: Foreign) -> None:
     verdict = verify(case.request(), case.world, steps=2, reference=case.reference())
@@ -69,7 +68,6 @@ def test_what_a_class_does_not_declare_is_named(verify: Verifier, kind: str, lay
         verify(case.request(), case.world, steps=1)
 
 
-@pytest.mark.accept("families", 3)
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "cp2", "pp2"])
 def test_masks_of_dropout_are_the_same_on_every_layout(verify: Verifier, layout: str) -> None:
     plugins, more = LAYOUTS[layout]
@@ -83,7 +81,6 @@ def test_masks_of_dropout_are_the_same_on_every_layout(verify: Verifier, layout:
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("families", 2)
 @pytest.mark.parametrize(("kind", "layout"), [("cohere", "tp2"), ("glm", "dp2"), ("arcee", "pp2")])
 def test_adapters_of_an_outside_plugin_work_on_a_class(verify: Verifier, kind: str, layout: str) -> None:
     case = Foreign(kind, layout)

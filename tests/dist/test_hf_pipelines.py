@@ -16,7 +16,7 @@ from forge_train_tools.testing import Pool
 from hf_pipeline_cases import trained
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 2)]
+pytestmark = [pytest.mark.dist]
 
 
 def values(**more: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.testing import Pool, RunForge
 from import_cases import started
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("families", "straight")]
+pytestmark = [pytest.mark.dist]
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "fsdp2 ×4": (4, ("fsdp2",), {}),
@@ -80,7 +80,6 @@ def norms(hf: Path) -> int:
     return sum(tensor.nbytes for file in files for name, tensor in file.items() if "norm" in name)
 
 
-@pytest.mark.accept("families", "maps")
 @pytest.mark.parametrize("source", ["hf", "start"])
 def test_a_map_is_read_through_shard_by_shard(
     ranks: Pool, hf: Path, alone: dict[str, Any], tmp_path: Path, source: str

@@ -10,7 +10,7 @@ from family_layouts import EXPERTS, FAMILIES, LAYOUTS, Imported, product
 from forge_train_tools.testing import Verifier
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 1)]
+pytestmark = [pytest.mark.dist]
 CASES = [
     Imported("llama", "tp2×dp2"),
     Imported("mistral", "cp2"),

@@ -13,7 +13,7 @@ from forge_train.registry.discovery import discover, find
 from forge_train_tools.offline.generate import Completion, Sampling
 from forge_train_tools.testing import Installed, Pool, RunForge, check
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
+pytestmark = [pytest.mark.dist]
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "dp2": (("fsdp2",), {"parallel.dp_shard": 2}),

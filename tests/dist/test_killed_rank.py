@@ -16,10 +16,7 @@ import pytest
 from forge_cli import environment, start
 from forge_train.run.records import TIMINGS, read
 
-pytestmark = [
-    *(pytest.mark.e2e, pytest.mark.dist, pytest.mark.timeout(900)),
-    *(pytest.mark.accept("dist", 4), pytest.mark.accept("dist", 2)),  # law 3 among several ranks
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.timeout(900)]
 
 ARGUMENTS = (
     *("train", "--plugins", "fsdp2,tp,ac", "--nproc", 4, "-s", "parallel.tp=2", "--max-restarts", 1, "--name", "run"),

@@ -11,7 +11,7 @@ import compositions
 import forge_cli
 from forge_train_tools.testing import Pool, Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
+pytestmark = [pytest.mark.dist]
 
 MODEL: dict[str, Any] = {
     "mla.kv_rank": 16,

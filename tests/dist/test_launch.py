@@ -100,7 +100,6 @@ def test_two_processes_train_as_one_does(two: subprocess.CompletedProcess[str], 
     assert json.loads((run / "environment.json").read_text())["launcher"] == "forge"
 
 
-@pytest.mark.accept("dist", 4)
 def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "kill", "trouble.at": 5})
     done = forge(tmp_path, file, "--nproc", "2", "--max-restarts", "1", "--name", "killed")
@@ -118,8 +117,6 @@ def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_pa
     assert resumed["time"] - lost["time"] < 60, "≤ 15 s on a machine that does nothing else"
 
 
-@pytest.mark.accept("trial", "23b")
-@pytest.mark.accept("dist", 2)
 def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "raise"})
     done = here(tmp_path, file, "--nproc", "2", "--json", "--name", "raised")
@@ -153,7 +150,6 @@ def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
     assert "forge train --resume runs/hung" in done.err
 
 
-@pytest.mark.accept("dist", 2)
 def test_a_mistake_ends_it_once_for_all(tmp_path: Path) -> None:
     """Found while composing, on every rank: exit code 2, no other attempt, nothing left."""
     file = config(tmp_path, "Columns", **{"columns.plan": ["gate"]})
@@ -174,8 +170,6 @@ def test_mistakes_that_need_no_process(tmp_path: Path) -> None:
     assert "--nproc 2: this process was started by torchrun as rank 0 of 2 already" in done.err
 
 
-@pytest.mark.accept("trial", "other")
-@pytest.mark.accept("trial", "10")
 def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     """Ctrl-C saves and ends with 75; the same command goes on; SIGKILL of the launcher leaves no process, and a lock
     that the next command takes over, on one process this time."""
@@ -260,7 +254,6 @@ def test_slurm_starts_it(tmp_path: Path) -> None:
     assert "step" not in ends[1][0], "rank 0 alone is on the screen"
 
 
-@pytest.mark.accept("trial", "other")
 def test_nodes_without_a_shared_file_system(tmp_path: Path) -> None:
     """Each node has a folder of its own; the second one even has a run of that name, from another day."""
     file, port = config(tmp_path), _free_port()

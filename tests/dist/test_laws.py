@@ -11,7 +11,7 @@ import pytest
 import law_cases
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
+pytestmark = [pytest.mark.dist]
 
 
 def test_1_the_order_of_plugins_plays_no_part_on_four_ranks(ranks: Pool, tmp_path: Path) -> None:
@@ -62,7 +62,6 @@ def test_9_nothing_is_read_between_logged_steps_on_two_ranks(
         }  # nobody was asked before the first step
 
 
-@pytest.mark.accept("trial", 18)
 def test_one_process_trains_on_several_layouts_in_turn(ranks: Pool, tmp_path: Path) -> None:
     """Each with a process group of its own, which is gone when the next begins."""
     for first, second, again in ranks.run(law_cases.layouts_in_turn, 4, timeout=200, folder=str(tmp_path)):

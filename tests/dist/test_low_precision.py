@@ -65,7 +65,6 @@ def request(file: Path, plugins: tuple[str, ...], settings: Mapping[str, Any]) -
     return compositions._request(file, plugins, settings)
 
 
-@pytest.mark.accept("moe", 4)
 @pytest.mark.parametrize("case", CASES)
 def test_layouts_differ_by_a_tenth_of_what_low_precision_changes(judge: Any, case: str) -> None:
     verdict = judge(*CASES[case])
@@ -120,7 +119,6 @@ DRIFT: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Mapping[str, Any]]
 }  # fmt: skip
 
 
-@pytest.mark.accept("trial", 8)
 @pytest.mark.parametrize("case", DRIFT)
 def test_a_tenth_holds_for_each_parameter_at_first_and_for_all_together_later(drift: Any, case: str) -> None:
     first, *later = drift(*DRIFT[case])
@@ -129,7 +127,6 @@ def test_a_tenth_holds_for_each_parameter_at_first_and_for_all_together_later(dr
     assert all(together < 0.1 for _, together in later)
 
 
-@pytest.mark.accept("trial", 8)
 @pytest.mark.parametrize(
     ("plugin", "config"),
     [("deepseek_fp8", {"train.sequence": 16}), ("fp4", {"fp4.format": "nvfp4"})],

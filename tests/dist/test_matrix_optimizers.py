@@ -14,7 +14,7 @@ import compositions
 from crossed import crossed
 from forge_train_tools.testing import Pool, Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 DENSE = {"decoder.dim": 20, "decoder.heads": 2, "decoder.kv_heads": 2, "decoder.head_dim": 10, "decoder.hidden": 28}
 EXPERTS = {"decoder.dim": 16, "moe.experts": 4, "moe.hidden": 12, "moe.balance": 0}
@@ -157,7 +157,6 @@ def test_a_copy_that_no_rank_shares_sends_nothing(ranks: Pool, tmp_path: Path) -
         assert reply["sent"] == 0
 
 
-@pytest.mark.accept("parts", 7)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("plugin", "agrees"), [("muon", True), ("muon_cases:PerShard", False)])
 def test_verify_agrees_and_sees_a_momentum_that_was_orthogonalised_by_shards(

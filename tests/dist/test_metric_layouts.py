@@ -10,7 +10,7 @@ import pytest
 import metric_cases
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 5)]
+pytestmark = [pytest.mark.dist]
 
 BASE: dict[str, Any] = {
     "train.global_batch": 12,

@@ -14,7 +14,7 @@ from forge_train import ConfigError, DivergedError, Plugin, StepResult, hookimpl
 from forge_train_tools.testing import Pool, Verifier
 from forge_train_tools.testing.runs import RunForge
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
+pytestmark = [pytest.mark.dist]
 
 STEP = {"train.micro_batch": 1, "train.global_batch": 6}
 

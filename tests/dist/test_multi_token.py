@@ -11,7 +11,7 @@ import compositions
 from crossed import marked
 from forge_train_tools.testing import Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
+pytestmark = [pytest.mark.dist]
 
 MODEL: dict[str, Any] = {"mtp.depths": 2, "train.global_batch": 4, "train.micro_batch": 2}
 TP, PP, CP = {"parallel.tp": 2}, {"parallel.pp": 2}, {"parallel.cp": 2}

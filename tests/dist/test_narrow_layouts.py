@@ -15,7 +15,7 @@ from forge_train import ConfigError
 from forge_train_tools.testing import Pool, RunForge, Verifier
 from test_matrix_optimizers import LAYOUTS, alone, resumed, same_bits, saved, train
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 FP32 = {"adamw": {"adamw.lr": 0.01}, "lion": {"lion.lr": 0.003}, "schedule_free": {"schedule_free.lr": 0.01}}
 NARROW: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     "adamw, both moments": (("adamw",), {"adamw.state.first": "bf16", "adamw.state.second": "bf16"}),
@@ -81,7 +81,6 @@ def test_a_shard_is_rounded_as_the_whole_is(ranks: Pool) -> None:
         assert reply == {"rows": True, "columns": True, "both": True, "uneven": True}
 
 
-@pytest.mark.accept("parts", 7)
 @pytest.mark.parametrize(("plugin", "agrees"), [("adamw", True), ("narrow_cases:StaleMasters", False)])
 def test_verify_agrees_and_sees_masters_that_are_not_updated(
     verify: Verifier, composition_file: Path, plugin: str, agrees: bool

@@ -10,7 +10,7 @@ import pytest
 
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("trial", "other"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 STEPS, STOP = 6, 3
 
 

@@ -14,7 +14,7 @@ from crossed import crossed
 from forge_train_tools.testing import Pool, Verifier
 from test_matrix_optimizers import LAYOUTS, alone, farthest, resumed, same_bits, saved, train
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 GROUPS = [{"match": "*attention*", "lr": 0.5}, {"match": "embedding*", "weight_decay": 0.3}]
 OPTIMIZERS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "adamw": ("adamw", {"adamw.lr": 0.01, "adamw.groups": GROUPS}),
@@ -73,7 +73,6 @@ def test_resumed_it_repeats_to_the_bit_and_on_another_layout_within_rounding(
     assert len(resumed(ranks, 1, *alone(plugins, config), name="moved", folder=tmp_path, steps=7)["losses"]) == 7
 
 
-@pytest.mark.accept("parts", 7)
 @pytest.mark.parametrize(
     ("plugin", "failed"),
     [

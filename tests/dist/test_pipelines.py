@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.dist]
 Settings = Mapping[str, Any]
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("piped", pipelines.covering(), ids=str)
 def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Path, piped: Piped) -> None:
     reference = piped.reference(composition_file)
@@ -37,7 +36,6 @@ def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Pa
     assert verdict.agree, f"seed {SEED}: {verdict}"
 
 
-@pytest.mark.accept("axes", 1)
 def test_compiled_units_agree(verify: Verifier, composition_file: Path) -> None:
     piped = Piped("1f1b", extras=frozenset({"tied"}))
     right = piped.reference(composition_file)
@@ -46,7 +44,6 @@ def test_compiled_units_agree(verify: Verifier, composition_file: Path) -> None:
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("schedule", pipelines.SPLIT)
 @pytest.mark.parametrize(
     ("plugin", "settings", "says"),
@@ -64,7 +61,6 @@ def test_split_schedules_refuse_what_computes_both_gradients_at_once(
         resolve(replace(request, plugins=(*request.plugins, plugin)), world=2)
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("schedule", pipelines.SPLIT)
 def test_split_schedules_agree_where_weights_share_nodes(
     verify: Verifier, composition_file: Path, schedule: str
@@ -78,7 +74,6 @@ def test_split_schedules_agree_where_weights_share_nodes(
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize(
     ("schedule", "settings"),
     [
@@ -97,7 +92,6 @@ def test_options_agree(verify: Verifier, composition_file: Path, schedule: str, 
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_each_gradient_of_an_eight_bit_product_is_computed_once(ranks: Pool, tmp_path: Path, schedule: str) -> None:
     """Autograd calls the function in both halves of a split backward pass."""
@@ -107,14 +101,12 @@ def test_each_gradient_of_an_eight_bit_product_is_computed_once(ranks: Pool, tmp
         assert one["inputs"] == one["weights"] == one["forward"]
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("schedule", ["zbv", "looped_bfs"])
 def test_one_process_takes_the_same_configuration(verify: Verifier, composition_file: Path, schedule: str) -> None:
     """With `parallel.pp = 1` there is one part, whatever the schedule has."""
     assert verify(Piped(schedule).request(composition_file), 2, steps=2).agree
 
 
-@pytest.mark.accept("axes", 4)
 def test_what_a_pipeline_trained_is_opened_as_a_whole(ranks: Pool, tmp_path: Path) -> None:
     run = Path(train(ranks, tmp_path / "runs", "pp2")[0]["run"])
     with installed([cases.Probe]):
@@ -122,7 +114,6 @@ def test_what_a_pipeline_trained_is_opened_as_a_whole(ranks: Pool, tmp_path: Pat
     assert opened.job.hooks.provider("executor") == "sequential", "which the pipeline had displaced"
 
 
-@pytest.mark.accept("axes", "plan")
 def test_a_run_keeps_the_picture_of_its_step(ranks: Pool, tmp_path: Path) -> None:
     run = Path(train(ranks, tmp_path / "runs", "pp2, two parts")[0]["run"])
     assert {one.path: one.plugin for one in recorded(run)}["artifacts/pipeline.svg"] == "pp"
@@ -133,7 +124,6 @@ def test_a_run_keeps_the_picture_of_its_step(ranks: Pool, tmp_path: Path) -> Non
     assert set(map(str, boxes)) == {str(slot) for row in table.ranks for slot in row if slot}, "some in two lines"
 
 
-@pytest.mark.accept("axes", "bad")
 def test_what_was_tied_is_not_resumed_untied(ranks: Pool, tmp_path: Path) -> None:
     train(ranks, tmp_path / "runs", "pp2", stop_at=2)
     untied = ["decoder.tied=false"]
@@ -170,7 +160,6 @@ def faulty(asked: Request, plugin: str, instead: str) -> Request:
     return replace(asked, plugins=plugins, set=tuple(re.sub(rf"^{instead}\.", f"{own}.", one) for one in asked.set))
 
 
-@pytest.mark.accept("axes", 3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(verify: Verifier, composition_file: Path, name: str) -> None:
     plugin, instead, piped, parts, says = FAULTS[name]
@@ -180,7 +169,6 @@ def test_a_planted_fault_is_found(verify: Verifier, composition_file: Path, name
     assert re.search(says, verdict.advice[0]), verdict.advice
 
 
-@pytest.mark.accept("axes", 3)
 @pytest.mark.parametrize(
     ("data", "says"),
     [
@@ -229,7 +217,6 @@ def whole(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return train(ranks, tmp_path_factory.mktemp("whole"), "one")[0]
 
 
-@pytest.mark.accept("axes", 2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -251,7 +238,6 @@ def test_goes_on_elsewhere(ranks: Pool, tmp_path: Path, whole: dict[str, Any], b
         assert reply["norms"] == pytest.approx(whole["norms"], rel=1e-5)
 
 
-@pytest.mark.accept("axes", 4)
 def test_repeats_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
     uninterrupted = train(ranks, tmp_path / "uninterrupted", "pp2, two parts")
     train(ranks, tmp_path / "resumed", "pp2, two parts", stop_at=2)

@@ -14,7 +14,7 @@ from forge_train_tools.planning import Plan, plan
 from forge_train_tools.testing import Pool
 from forge_train_tools.testing.runs import prepared
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 5)]
+pytestmark = [pytest.mark.dist]
 
 Settings = Mapping[str, Any]
 TP2, HSDP = {"parallel.tp": 2}, {"parallel.dp_replicate": 2}
@@ -93,7 +93,6 @@ def test_is_what_a_rank_holds_and_sends(ranks: Pool, planned: Any, tmp_path: Pat
         assert memory.peak - resident == pytest.approx(real["peak"], rel=0.15)
 
 
-@pytest.mark.accept("trial", 18)
 def test_layouts_are_planned_in_turn(planned: Any) -> None:
     """A mesh of the first equals one of the second in shape, but its process groups are gone."""
     experts = {**TINY, "moe.experts": 8, "parallel.ep": 2}
@@ -122,7 +121,6 @@ WAYS: dict[str, tuple[dict[str, str], int]] = {
 }
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("method", WAYS)
 def test_context_parallelism_sends_what_its_formula_says(planned: Any, method: str) -> None:
     """Of tokens' features in fp32, each rank sends all but its own share."""
@@ -137,7 +135,6 @@ def test_context_parallelism_sends_what_its_formula_says(planned: Any, method: s
     assert made.expected_bytes["cp"] == pytest.approx(sent + averaged, rel=0.05)
 
 
-@pytest.mark.accept("axes", 4)
 def test_the_order_of_plugins_plays_no_part_beside_context_parallelism(planned: Any) -> None:
     names, config = ("cp", "tp", "fsdp2", "ac"), {**TINY, **TP2, "parallel.cp": 2, "ac.mode": "full"}
     made = [planned("tiny", 8, order, config).phases for order in (names, names[::-1], names[2:] + names[:2])]
@@ -145,7 +142,6 @@ def test_the_order_of_plugins_plays_no_part_beside_context_parallelism(planned: 
     assert made[0] == made[1] == made[2]
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_activations_are_divided_by_the_ranks_of_context_parallelism(planned: Any, method: str) -> None:
     def activations(ranks: int) -> int:

@@ -13,7 +13,7 @@ from forge_train_tools.planning import Plan, plan
 from forge_train_tools.testing import Pool
 from forge_train_tools.testing.runs import prepared
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("axes", "plan")]
+pytestmark = [pytest.mark.dist]
 
 QUICK = {"text.baseline": False, "run.device": "cpu", "train.evaluate_every": 0, "decoder.layers": 5}
 EIGHT = {"train.micro_batch": 1}

@@ -25,7 +25,6 @@ class RanksSeen(Plugin):
 
 
 @pytest.mark.dist
-@pytest.mark.accept("house", 4)
 def test_a_file_on_two_processes_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "seen.py").write_text(PLUGIN, encoding="utf-8")
     values = {"train.steps": 2, "checkpoint.every": 1}

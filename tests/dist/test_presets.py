@@ -16,7 +16,7 @@ from forge_train.registry.setup import resolve
 from forge_train_cli.presets import Preset, everything
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 4)]
+pytestmark = [pytest.mark.dist]
 
 SEVERAL = [one for one in everything() if one.processes > 1 and not one.parameters]
 

@@ -15,7 +15,7 @@ from forge_train_tools.testing import Pool, Verifier
 from test_matrix_optimizers import alone, resumed, same_bits, saved, train
 from test_narrow_layouts import FP32, distance
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 WIDE = {"decoder.layers": 1, "decoder.dim": 80, "decoder.head_dim": 40, "decoder.hidden": 132}
 WIDE.update({"decoder.heads": 2, "decoder.kv_heads": 2})
 """Rows of one and of two blocks, all of which tensor parallelism cuts; three ranks have rows in unequal numbers."""
@@ -112,7 +112,6 @@ def test_a_shard_is_quantised_as_the_whole_is(ranks: Pool) -> None:
         assert all(reply.values()), [name for name, alike in reply.items() if not alike]
 
 
-@pytest.mark.accept("parts", 7)
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "plugin", "layout"),
     [("adamw", "4bit", "fsdp2", {}), ("adamw", "8bit", "tp", {"parallel.tp": 2}), ("muon", "8bit", "fsdp2", {})],

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import verify_random
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 1)]
+pytestmark = [pytest.mark.dist]
 
 SEED = 1
 

@@ -10,7 +10,7 @@ import pytest
 from forge_train_tools.testing import Pool
 from forge_train_tools.testing.conformance import check
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
+pytestmark = [pytest.mark.dist]
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {"one": (1, ()), "fsdp2": (2, ("fsdp2",))}
 

@@ -16,8 +16,6 @@ from forge_train_tools.testing import Verifier
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.accept("trial", 17),
-    pytest.mark.accept("dist", 1),
     pytest.mark.timeout(300),
 ]
 
@@ -272,7 +270,6 @@ def test_a_norm_that_a_plugin_changes_is_found_where_clipping_hides_it(
     assert "changes the gradients' global norm in on_gradients, to " in verdict.advice[0]
 
 
-@pytest.mark.accept("parts", 5)
 @pytest.mark.parametrize(
     ("plugin", "layout", "settings", "says"),
     [
@@ -290,7 +287,6 @@ def test_a_metric_that_is_not_added_up_is_found(
     assert re.search(f"^A plugin's metric is not that of one process {says}, though loss", verdict.advice[0])
 
 
-@pytest.mark.accept("parts", 5)
 def test_metrics_that_are_right_agree(verify: Verifier, composition_file: Path) -> None:
     plugins, settings = ("tp", "statistics", "resources", "metric_cases:Observing"), {**TP2, **BATCH}
     settings |= {"statistics.activations": ["layers.*.attention"], "statistics.attention_logits": True}

@@ -15,7 +15,7 @@ from forge_train.checkpoint.checkpoint import check, found
 from forge_train.run.records import TIMINGS, read
 from signalling import Signalling
 
-pytestmark = [pytest.mark.accept("trial", "other"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(400)]
 DIST = Path(__file__).parent
 STEPS = 6
 

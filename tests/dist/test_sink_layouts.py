@@ -70,7 +70,6 @@ def requests(file: Path, layout: str, kernel: str, model: Settings) -> tuple[Req
     return request, compositions._request(file, needed, own)
 
 
-@pytest.mark.accept("families", 3)
 @pytest.mark.parametrize("case", CASES)
 def test_sinks_and_positions_agree_with_one_process(verify: Verifier, composition_file: Path, case: str) -> None:
     request, reference = requests(composition_file, *CASES[case])
@@ -78,7 +77,6 @@ def test_sinks_and_positions_agree_with_one_process(verify: Verifier, compositio
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("families", 3)
 def test_what_slices_of_a_sequence_or_of_an_expert_can_not_do_is_refused(
     verify: Verifier, composition_file: Path
 ) -> None:
@@ -90,7 +88,6 @@ def test_what_slices_of_a_sequence_or_of_an_expert_can_not_do_is_refused(
         verify(request, 2, steps=1)
 
 
-@pytest.mark.accept("families", 3)
 def test_slices_of_a_sequence_within_the_original_context_are_all_short(
     verify: Verifier, composition_file: Path
 ) -> None:

@@ -15,7 +15,7 @@ from forge_train_kit.outliers import limit
 from forge_train_plugins.optimizers.skip_step import SkipStep
 from forge_train_tools.testing import Pool, RunForge, assert_conforms
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.dist]
 CONFIG = {"skip_step.warmup": 8, "skip_step.window": 8, "adamw.lr": 1e-3}
 
 

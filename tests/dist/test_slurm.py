@@ -18,7 +18,7 @@ from forge_cli import forge, forge_process
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train.run import records
 
-pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.accept("resilience", "slurm")]
+pytestmark = [pytest.mark.dist, pytest.mark.e2e]
 TESTS = Path(__file__).parent.parent
 STEPS = 8
 SRUN = """

@@ -12,7 +12,7 @@ import soft_targets
 from forge_train import Axes, Batch, PluginError
 from forge_train_tools.testing import Pool, RunForge
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
+pytestmark = [pytest.mark.dist]
 
 TASK = ("soft_targets:SoftTask", "soft_targets:Weigh")
 IN_ORDER = (*TASK, "soft_targets:Soften", "soft_targets:Shorten")

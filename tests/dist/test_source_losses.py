@@ -12,7 +12,7 @@ from forge_train_plugins.tasks.next_token import NextTokenTask
 from forge_train_tools.testing import Pool, run_forge
 from hot_path import Watch, counting, waits
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("data", 4)]
+pytestmark = [pytest.mark.dist]
 
 LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "one micro-batch": (1, [], {"train.micro_batch": 8}),

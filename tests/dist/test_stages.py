@@ -11,7 +11,7 @@ import pytest
 from forge_train.checkpoint.checkpoint import check, found, shapes
 from forge_train_tools.testing import Pool, PoolError
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
+pytestmark = [pytest.mark.dist]
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "one": (1, (), {}),

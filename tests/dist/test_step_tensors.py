@@ -26,7 +26,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.accept("axes", 1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_keeps_the_same_on_every_layout(verify: Verifier, composition_file: Path, name: str) -> None:
     world, plugins, settings = LAYOUTS[name]
@@ -38,7 +37,6 @@ def test_a_step_keeps_the_same_on_every_layout(verify: Verifier, composition_fil
     assert "metrics" in {check.name for check in verdict.checks}
 
 
-@pytest.mark.accept("axes", 3)
 def test_weights_of_a_rank_s_own_documents_are_found_out(verify: Verifier, composition_file: Path) -> None:
     own = ("step_tensors:WeighingHere",)
     reference = compositions._request(composition_file, own, TEXT)

@@ -13,7 +13,7 @@ from forge_train.run.records import read
 from forge_train_kit.stores.store import Store
 from saving import ASYNC
 
-pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.accept("checkpoints", "stores")]
+pytestmark = [pytest.mark.dist, pytest.mark.e2e]
 
 
 def test_a_run_on_two_ranks_goes_on_from_a_folder_elsewhere(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
+pytestmark = [pytest.mark.dist]
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "one": (1, (), {}),
@@ -50,7 +50,8 @@ def whole(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         ("ddp", "dp2"),
         ("zero1", "dp4"),
         ("zero2", "zero1"),
-        *(pytest.param(*pair, marks=pytest.mark.accept("axes", 2)) for pair in (("cp2", "one"), ("one", "cp2 × dp2"))),
+        ("cp2", "one"),
+        ("one", "cp2 × dp2"),
     ],
 )
 def test_goes_on_on_another_layout(ranks: Pool, tmp_path: Path, whole: dict[str, Any], before: str, after: str) -> None:

@@ -13,7 +13,7 @@ from forge_train_plugins.optimizers.torch_optimizer import EXACT
 from forge_train_tools.testing import Pool
 from test_matrix_optimizers import LAYOUTS, alone, farthest, resumed, same_bits, saved, train
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 OPTIONS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
     "SGD": (0.1, {"momentum": 0.9, "nesterov": True}),
     "RMSprop": (0.003, {"centered": True, "momentum": 0.5}),

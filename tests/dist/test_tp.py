@@ -16,7 +16,7 @@ from compositions import Composition
 from crossed import crossed
 from forge_train_tools.testing import Pool, PoolError, Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
+pytestmark = [pytest.mark.dist]
 
 Settings = Mapping[str, Any]
 LAYOUT = ("parallel.", "tp.", "ac.", "compile.", "fsdp2.", "train.micro_batch", "probe.count")

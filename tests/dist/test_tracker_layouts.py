@@ -12,7 +12,6 @@ from forge_train_tools.testing import Pool
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 
-@pytest.mark.accept("parts", 7)
 @pytest.mark.parametrize("fault", ["Barrier", "Gathers", "Reduces"])
 def test_a_collective_on_one_rank_is_caught(ranks: Pool, tmp_path: Path, fault: str) -> None:
     right = ranks.run(tracker_cases.train, 2, folder=str(tmp_path / "right"), plugins=[])
@@ -23,7 +22,6 @@ def test_a_collective_on_one_rank_is_caught(ranks: Pool, tmp_path: Path, fault: 
     assert not [line for line in found[1]["warnings"] if fault.lower() in line]
 
 
-@pytest.mark.accept("parts", 6)
 def test_only_the_main_rank_tracks(ranks: Pool, tmp_path: Path) -> None:
     found = ranks.run(tracker_cases.train, 2, folder=str(tmp_path), plugins=["csv"])
     assert found[0]["files"] == ["evaluations.csv", "metrics.csv"] or found[0]["files"] == ["metrics.csv"]

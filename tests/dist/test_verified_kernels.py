@@ -11,7 +11,7 @@ import compositions
 from crossed import crossed
 from forge_train_tools.testing import Pool, Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 7), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 BATCH: dict[str, Any] = {"train.global_batch": 4, "train.micro_batch": 2, "text.isolate": True}
 LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "tp": {"parallel.tp": 2}}

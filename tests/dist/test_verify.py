@@ -57,7 +57,6 @@ def test_hybrid_replicas_agree(judge: Judge) -> None:
     assert verdict.agree, verdict
 
 
-@pytest.mark.accept("dist", 1)
 def test_an_averaging_factor(judge: Judge) -> None:
     verdict = judge("Doubled")
     assert failed(verdict) >= {"gradients", "grad_norm"}
@@ -72,7 +71,6 @@ def test_an_averaging_factor_of_one_group(judge: Judge) -> None:
     assert "that group alone" in verdict.advice[0]
 
 
-@pytest.mark.accept("dist", 1)
 def test_a_norm_left_unsynchronised(judge: Judge) -> None:
     verdict = judge("NormsLeft")
     assert failed(verdict) >= {"gradients", "replicas"}
@@ -80,7 +78,6 @@ def test_a_norm_left_unsynchronised(judge: Judge) -> None:
     assert "layers.*.norm.weight (2) are wrong, and differ between ranks along dp_shard" in verdict.advice[0]
 
 
-@pytest.mark.accept("dist", 1)
 def test_peers_fed_different_data(judge: Judge) -> None:
     verdict = judge("Peers", "RankData", **{"parallel.tp": 2})
     assert "peers" in failed(verdict)
@@ -102,13 +99,11 @@ def test_weights_that_drift_apart(judge: Judge) -> None:
     assert any("along dp_shard" in sentence for sentence in verdict.advice)
 
 
-@pytest.mark.accept("dist", 1)
 def test_the_order_swapped(judge: Judge) -> None:
     with pytest.raises(ConfigError, match=r"'columns'.* matched nothing in this model"):
         judge("Columns", "TooEarly", **{"parallel.tp": 2})
 
 
-@pytest.mark.accept("dist", 1)
 def test_a_plan_entry_that_matches_nothing(judge: Judge) -> None:
     with pytest.raises(ConfigError, match="the plan's entry 'gate' matches nothing"):
         judge("Columns", **{"parallel.tp": 2, "columns.plan": ["up", "gate"]})
@@ -131,7 +126,6 @@ def test_against_what_can_not_be(tmp_path: Path, assignment: str, says: str) -> 
 
 
 @pytest.mark.e2e
-@pytest.mark.accept("dist", 1)
 def test_the_command(tmp_path: Path) -> None:
     """Both endings, in processes of the command's own."""
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS / 'dist'}", "TMPDIR": str(tmp_path)}
@@ -146,7 +140,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("forge-*")), "something was left behind"
 
 
-@pytest.mark.accept("house", 4)
 def test_the_transcript_in_the_documentation(verify: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/docs checks the others: this one takes four ranks."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))

@@ -94,7 +94,6 @@ def test_what_another_plugin_puts_around_a_span_is_part_of_it(
         assert text.startswith(f"Rank 0 hangs at step 3 ({span}) for 1000 s.")
 
 
-@pytest.mark.accept("resilience", 5)
 @pytest.mark.parametrize("where", ["plugin", "loader", "collective", "stopped"])
 def test_the_rank_that_stalls_is_named_with_its_stacks(ranks: Pool, tmp_path: Path, where: str) -> None:
     zero, one = ranks.run("stalls:train", 2, timeout=300, folder=str(tmp_path), where=where)
@@ -117,7 +116,6 @@ def test_the_rank_that_stalls_is_named_with_its_stacks(ranks: Pool, tmp_path: Pa
     assert (zero["steps"], one["steps"]) == (5, 5)
 
 
-@pytest.mark.accept("resilience", 5)
 @pytest.mark.e2e
 def test_the_job_ends_with_one_message(tmp_path: Path) -> None:
     values = {"trouble.what": "hang", "watchdog.seconds": 10.0, "watchdog.slow_seconds": 90.0}

@@ -11,7 +11,7 @@ import pytest
 import weight_cases
 from forge_train_tools.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
+pytestmark = [pytest.mark.dist]
 
 
 def record(number: int, *, weighted: bool = True) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from forge_train_cli.app import run as forge
 from test_examples import unpack
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.accept("families", 7)
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "how-to" / "family.md"

@@ -6,12 +6,9 @@ import doctest
 import re
 from pathlib import Path
 
-import pytest
-
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "state-map.md"
 
 
-@pytest.mark.accept("families", 4)
 def test_every_example_gives_what_is_shown() -> None:
     blocks = re.findall(r"^```pycon\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     examples = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, PAGE.name, str(PAGE), 0)

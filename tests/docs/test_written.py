@@ -23,7 +23,6 @@ matching, pictures, screen, transcripts, write = (
     importlib.import_module(name) for name in ("matching", "pictures", "screen", "transcripts", "write")
 )
 
-pytestmark = pytest.mark.accept("house", 4)
 
 OUTSIDE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/**/*.md"))}
@@ -83,7 +82,6 @@ def test_the_picture_shows_what_the_preset_shows_now() -> None:
     assert float(found[1]) < float(found[2])
 
 
-@pytest.mark.accept("axes", "plan")
 @pytest.mark.parametrize("schedule", pictures.SCHEDULES)
 def test_timelines_are_those_that_the_command_draws_now(schedule: str) -> None:
     assert pictures.target(schedule).read_text(encoding="utf-8") == pictures.picture(schedule)

@@ -36,7 +36,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.accept("data", 6)
 def test_prepare(tmp_path: Path) -> None:
     (tmp_path / "corpus").symlink_to(LIBRARY / "email")
     bodies = [json.dumps({"body": f"line {number} " * 20}) for number in range(200)]
@@ -50,7 +49,6 @@ def test_prepare(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} >= {"tokens", "more-tokens", "long", "chat-tokens"}
 
 
-@pytest.mark.accept("data", 6)
 def test_mixtures(tmp_path: Path) -> None:
     (tmp_path / "web").symlink_to(LIBRARY / "email")
     (tmp_path / "code").symlink_to(LIBRARY / "asyncio")

@@ -23,8 +23,6 @@ def blocks(kind: str) -> list[str]:
 
 
 @pytest.mark.e2e
-@pytest.mark.accept("data", 5)
-@pytest.mark.accept("data", 6)
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -14,7 +14,7 @@ import heads_data
 from forge_cli import forge
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.accept("families", 6)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "heads.md"
 FEW = ["-s", "train.steps=4", "-s", "train.sequence=256", "-s", "train.global_batch=8"]

@@ -27,7 +27,6 @@ def planned(world: int, plugins: str, config: Mapping[str, object]) -> Any:
     return made
 
 
-@pytest.mark.accept("dist", 5)
 def test_eight_billion_parameters_on_512_ranks() -> None:
     plan = planned(512, "tp", planning.EIGHT)
     memory, parameters = plan["memory"], plan["parameters"]
@@ -46,7 +45,6 @@ def test_eight_billion_parameters_on_512_ranks() -> None:
     assert plan["roofline"]["fits"] is True
 
 
-@pytest.mark.accept("axes", "plan")
 def test_seventy_billion_parameters_on_8192_ranks() -> None:
     """Of eight stages, three are rehearsed. Attention over gathered keys takes no mask of all queries and keys."""
     plan = planned(8192, "pp,tp,cp", {**planning.SEVENTY, "cp.method": "gather"})

@@ -56,7 +56,7 @@ names = ["*norm*"]
 factor = 1.05
 """
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.accept("core", 2)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 class Environment:

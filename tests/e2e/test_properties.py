@@ -27,7 +27,7 @@ from forge_train.config.toml import index_lines, read
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import resolve
 
-pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 6), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 EXAMPLES = int(os.environ.get("FORGE_EXAMPLES", "100"))
 usual = settings(

@@ -25,7 +25,7 @@ from forge_train.run.control import Control
 from forge_train.run.run import Run
 from forge_train_tools.testing import Installed, installed
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
+pytestmark = [pytest.mark.unit]
 
 
 def acting(name: str, phase: Phase, *after: str, slot: str = "") -> type[Plugin]:

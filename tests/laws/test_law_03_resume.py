@@ -25,7 +25,7 @@ from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
 from forge_train.run.records import TIMINGS, read
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.accept("core", 3)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TRIALS = int(os.environ.get("FORGE_TRIALS", "5"))
 SEED = int(os.environ.get("FORGE_SEED", "0"))

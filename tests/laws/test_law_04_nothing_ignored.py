@@ -17,7 +17,7 @@ from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import resolve
 from forge_train_tools.testing import installed
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
+pytestmark = [pytest.mark.unit]
 
 
 @pytest.fixture(autouse=True)

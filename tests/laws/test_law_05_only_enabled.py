@@ -14,7 +14,7 @@ from forge_cli import environment, forge
 from forge_train.registry.discovery import discover
 from forge_train_tools.testing import installed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3)]
+pytestmark = [pytest.mark.e2e]
 
 DRIVER = """
 import json, sys

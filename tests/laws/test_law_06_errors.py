@@ -18,7 +18,7 @@ from forge_cli import forge, one_message
 from forge_train import Applied, BatchPhase, DivergedError, Phase, Plugin, PrepareBatch, Transform, hookimpl
 from forge_train_tools.testing import installed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3)]
+pytestmark = [pytest.mark.e2e]
 
 
 def fail(*arguments: Any, **more: Any) -> Any:

@@ -15,7 +15,7 @@ import toys
 from forge_cli import environment
 from forge_train.registry.discovery import discover
 
-pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3)]
+pytestmark = [pytest.mark.e2e]
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (

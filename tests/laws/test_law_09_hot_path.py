@@ -19,7 +19,7 @@ from forge_train_kit import metrics
 from forge_train_tools.testing import run_forge
 from hot_path import Watch, counting, waits
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
+pytestmark = [pytest.mark.unit]
 
 
 def train(folder: Path, *plugins: Any, **config: Any) -> None:

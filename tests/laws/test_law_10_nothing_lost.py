@@ -17,8 +17,6 @@ from forge_train import ForgeError, Plugin, hookimpl
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.checkpoint import check, found
 
-pytestmark = [pytest.mark.accept("core", 3)]
-
 DRIVER = '''
 """Saves a third checkpoint and prunes the first, in a child for every operation on the disk, each killed at its own."""
 import json, os, pathlib, shutil, signal, sys
@@ -106,7 +104,6 @@ print(json.dumps(results))
 
 
 @pytest.mark.e2e
-@pytest.mark.accept("checkpoints", 2)
 @pytest.mark.parametrize(("where", "form"), [("at_once", "sharded"), ("behind", "sharded"), ("behind", "both")])
 def test_killed_at_any_operation_inside_save_or_prune(tmp_path: Path, where: str, form: str) -> None:
     command = [sys.executable, "-c", DRIVER, str(tmp_path), where, form]

@@ -15,7 +15,7 @@ from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.attention.mla import MLA
 from forge_train_tools.testing import RunForge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 3)]
+pytestmark = [pytest.mark.unit]
 
 ROWS, LENGTH, HEADS = 4, 64, 6
 

@@ -15,7 +15,7 @@ from forge_train_kit.model import Dropout
 from forge_train_kit.model.dropout import mixed
 from forge_train_tools.testing import RunForge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 3)]
+pytestmark = [pytest.mark.unit]
 
 ROWS, LENGTH, FEATURES = 8, 64, 96
 

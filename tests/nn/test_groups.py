@@ -15,7 +15,7 @@ from forge_train import ConfigError
 from forge_train_kit.optim import decay_groups, parameter_groups
 from forge_train_kit.sections import ParameterGroup
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.unit]
 
 JOB: Any = SimpleNamespace(
     dist=SimpleNamespace(complete=True, gather_stages=lambda value: [value]),

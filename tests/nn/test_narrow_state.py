@@ -17,7 +17,7 @@ from forge_train_kit.optim.at_rest import AtRest
 from forge_train_kit.optim.stochastic import bits, numbers, rounded
 from forge_train_kit.sections import StateDtype
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.unit]
 
 
 @pytest.mark.parametrize("share", [0.02, 0.25, 0.5, 0.9])

@@ -20,7 +20,7 @@ from forge_train_kit.sections import StateDtype
 from forge_train_plugins.optimizers._lion import SignMomentum
 from forge_train_plugins.optimizers._schedule_free import ScheduleFreeAdamW
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.unit]
 KINDS = [(8, True), (8, False), (4, True), (4, False)]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from forge_train import Axes, Batch, CurrentStep, PluginError
 from forge_train_kit.model import gather_samples
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 1)]
+pytestmark = [pytest.mark.unit]
 
 WHOLE = torch.arange(24).view(4, 6)
 """Rows of two micro-batches of each of two data-parallel ranks; a rank has the first and the third, or the others."""

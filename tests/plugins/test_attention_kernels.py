@@ -20,7 +20,7 @@ from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._packed import versions
 from forge_train_tools.testing import RunForge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
+pytestmark = [pytest.mark.unit]
 
 BATCH, SEQUENCE, HEADS, HEAD_DIM = 2, 150, 4, 8
 FOUND = {one.name: one for one in discover() if "attention_kernel" in one.hooks}

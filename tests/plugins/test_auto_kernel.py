@@ -17,7 +17,7 @@ from forge_train_plugins.attention._auto import measure as measuring
 from forge_train_plugins.attention.auto import Auto
 from forge_train_tools.testing import RunForge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
+pytestmark = [pytest.mark.unit]
 
 Times = dict[str, float]
 NAMES = {"_sdpa": "sdpa", "_flex": "flex", "kernel": "varlen", "tiled": "flex", "_eager": "eager"}

@@ -79,7 +79,6 @@ class Lengths(Plugin):
         return PrepareBatch(BatchPhase.MAKE, shorten)
 
 
-@pytest.mark.accept("trial", "other")
 @pytest.mark.parametrize("plugins", [(), ("ac", "moe")])
 def test_another_sequence_length_is_compiled_again(run_forge: RunForge, plugins: tuple[str, ...]) -> None:
     """And none that was seen before is."""
@@ -117,7 +116,6 @@ def test_graph_breaks_are_counted_and_named(caplog: pytest.LogCaptureFixture) ->
     assert "1 × graph break" in reasons[0]
 
 
-@pytest.mark.accept("trial", "1b")
 @pytest.mark.parametrize("ac", [{"ac.mode": "full"}, {"ac.mode": "selective"}])
 def test_around_what_can_not_be_compiled_the_rest_is_also_when_recomputed(
     run_forge: RunForge, caplog: pytest.LogCaptureFixture, ac: dict[str, Any]
@@ -142,7 +140,6 @@ class Dropped(torch.nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.accept("trial", "1b")
 def test_where_nothing_is_compiled_one_sentence_says_so(caplog: pytest.LogCaptureFixture) -> None:
     summary, unit = Summary(), Dropped(2, 2)
     summary.units = 1

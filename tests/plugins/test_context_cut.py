@@ -15,7 +15,7 @@ from forge_train_plugins.parallel._cp import cut as cuts
 from forge_train_plugins.parallel._cp.moving import moves, put_together, take_apart
 from forge_train_plugins.parallel._cp.slices import sliced
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 1)]
+pytestmark = [pytest.mark.unit]
 
 
 @st.composite
@@ -149,7 +149,6 @@ def test_positions_are_made_where_there_are_none() -> None:
     assert own.document_ids is None
 
 
-@pytest.mark.accept("axes", 4)
 @pytest.mark.parametrize(
     ("length", "labels", "says"),
     [

@@ -14,7 +14,7 @@ from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import resolve
 from forge_train_plugins.parallel._cp.apply import Heads, check_recurrence, choose, most_ranks, wrap
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 4)]
+pytestmark = [pytest.mark.unit]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,6 @@ def test_a_unit_without_a_kernel_is_named() -> None:
         wrap(mixed, job(2), "gather")
 
 
-@pytest.mark.accept("families", 3)
 @pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(6, 6, 1), (8, 2, 1), (8, 4, 2)])
 def test_a_recurrence_whose_heads_can_not_be_shared_out_is_refused(heads: int, kv_heads: int, tp: int) -> None:
     class Recurrent(nn.Module):

@@ -87,7 +87,6 @@ def test_both_forms_of_rope_are_read(key: str, kind: str) -> None:
         ({"rms_norm_eps": True}, "rms_norm_eps = True.*expected a number"),
     ],
 )
-@pytest.mark.accept("trial", 3)
 def test_what_has_no_counterpart_is_named(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         read(**values)

@@ -36,7 +36,6 @@ def test_each_tile_has_its_own_scale(rows: int, columns: int) -> None:
         assert low.same_bits(rounded(x, form.scale(x), form), expected)
 
 
-@pytest.mark.accept("moe", 4)
 @pytest.mark.parametrize("scales", ["float32", "e8m0"])
 def test_signal_to_noise_over_five_seeds(scales: Any) -> None:
     recipe = recipes.deepseek(scales)

@@ -20,7 +20,7 @@ from forge_train_plugins.attention._delta_net.module import GatedDeltaNet
 from forge_train_plugins.attention._delta_net.rule import in_chunks, in_steps
 from forge_train_plugins.attention.delta_net import DeltaNet
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 3)]
+pytestmark = [pytest.mark.unit]
 
 LAYER = Layer(index=0, num_layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48)
 SIZES: dict[str, Any] = {"heads": 4, "k_heads": 2, "k_dim": 8, "v_dim": 6, "chunk": 8}

@@ -14,7 +14,7 @@ import fakes
 from forge_train_plugins.attention.delta_net import DeltaNet
 from forge_train_plugins.models.decoder import Decoder
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 3)]
+pytestmark = [pytest.mark.unit]
 
 QWEN: dict[str, dict[str, Any]] = {
     "grouped values": {"linear_num_value_heads": 4, "linear_num_key_heads": 2},

@@ -18,7 +18,7 @@ from forge_train_plugins.tasks._cross_entropy import ChunkedCrossEntropy
 from forge_train_plugins.tasks._distill import Distillation
 from forge_train_tools.testing import RunForge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.unit]
 
 WORDS, DIM = 19, 8
 

@@ -81,19 +81,16 @@ def reference_of(case: str) -> Any:
     return reference
 
 
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_with_experts_are_those_of_transformers(case: str) -> None:
     agree(reference_of(case))
 
 
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_with_experts_are_those_of_transformers(case: str) -> None:
     generates_the_same(reference_of(case))
 
 
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_description_with_experts_goes_back_and_forth(case: str) -> None:
     reference = reference_of(case)

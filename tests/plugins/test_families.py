@@ -84,7 +84,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
 """Family, configuration, and a kernel that can do what it needs."""
 
 
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
     family, values, kernel = CASES[case]
@@ -92,7 +91,6 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
     agree(reference, kernel)
 
 
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers_beyond_the_window(case: str) -> None:
     family, values, kernel = CASES[case]
@@ -100,7 +98,6 @@ def test_greedy_tokens_are_those_of_transformers_beyond_the_window(case: str) ->
     generates_the_same(reference, kernel)
 
 
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_reads_what_is_exported(case: str) -> None:
     family, values, kernel = CASES[case]

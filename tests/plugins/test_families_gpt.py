@@ -82,7 +82,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
 """Family, configuration, and a kernel that can do what it needs."""
 
 
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_of_fused_layouts_are_those_of_transformers(case: str) -> None:
     family, values, kernel = CASES[case]
@@ -91,7 +90,6 @@ def test_logits_and_gradients_of_fused_layouts_are_those_of_transformers(case: s
     assert (model.head(model(short)) - reference(short).logits).abs().max() <= 1e-5
 
 
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_of_fused_layouts_are_those_of_transformers(case: str) -> None:
     family, values, kernel = CASES[case]
@@ -100,7 +98,6 @@ def test_greedy_tokens_of_fused_layouts_are_those_of_transformers(case: str) -> 
     generates_the_same(reference, kernel, cached="dynamic" not in case, use_cache=family != "Llama")
 
 
-@pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_reads_fused_layouts_that_are_exported(case: str) -> None:
     family, values, kernel = CASES[case]

@@ -12,7 +12,7 @@ from forge_train_plugins.precision._low_precision import recipes
 from forge_train_plugins.precision._low_precision.kernels import rows_on_cpu
 from forge_train_plugins.precision._low_precision.products import Recipe
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 2)]
+pytestmark = [pytest.mark.unit]
 
 ROWS = (0, 1, 2, 15, 16, 17)
 IN, OUT = 48, 32

@@ -27,7 +27,7 @@ from forge_train_plugins.data import arrow, jsonl
 from test_text_corpus import texts
 from text_fakes import job, plugin
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
+pytestmark = [pytest.mark.unit]
 
 RECORDS = [{"text": f"täxt {n}\n" + "x" * (n % 13), "n": n, "tags": ["a", None]} for n in range(2_500)]
 
@@ -155,7 +155,6 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     ended=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-@pytest.mark.accept("data", 1)
 def test_parts_have_every_line_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[int, str]], size: int, ended: bool
 ) -> None:

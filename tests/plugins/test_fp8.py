@@ -27,7 +27,6 @@ SIZES = [100, 0, 130, 1]
 # -- arithmetic ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.accept("moe", 4)
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=lambda kind: kind.name)
 def test_rounds_as_torch_casts_bit_for_bit(kind: Minifloat) -> None:
     assert kind.dtype is not None
@@ -49,7 +48,6 @@ def test_scales_are_the_next_power_of_two_upwards() -> None:
     assert not power_of_two(torch.tensor([torch.nan, torch.inf])).isfinite().any()
 
 
-@pytest.mark.accept("moe", 4)
 @pytest.mark.parametrize("name", NAMES)
 def test_gives_what_torchaos_own_layer_gives(name: Any) -> None:
     """With the same scales to the last bit; with torchao's default ones as exactly, measured by the noise."""

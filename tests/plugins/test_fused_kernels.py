@@ -28,7 +28,7 @@ from forge_train_tools.testing import RunForge
 from fused_kernels import flash_2, flash_3, flash_4, varlen_attn, varlen_attn_2_11
 from peak_memory import peak_memory
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
+pytestmark = [pytest.mark.unit]
 
 SEQUENCE = 300
 DOCUMENTS = torch.stack(

@@ -44,7 +44,6 @@ def assert_equal(ours: tuple[Tensor, Gradients], theirs: tuple[Tensor, dict[str,
         assert error <= 1e-5, f"{name}: {error:.1e}"
 
 
-@pytest.mark.accept("families", 2)
 @pytest.mark.parametrize("kind", hf_models.MODELS)
 def test_gradients_are_those_of_the_class_run_by_hand(tmp_path: Path, kind: str) -> None:
     _, model = hf_models.composed(tmp_path, kind)
@@ -53,7 +52,6 @@ def test_gradients_are_those_of_the_class_run_by_hand(tmp_path: Path, kind: str)
     assert_equal(run(model, inputs, labels), hf_models.gradients(hf_models.by_hand(model), inputs, labels))
 
 
-@pytest.mark.accept("families", 2)
 @pytest.mark.parametrize(("kind", "experts"), [("olmoe", 4), ("olmoe", 16), ("qwen2_moe", 16), ("glm4_moe", 16)])
 def test_experts_that_rows_are_brought_to_compute_what_the_class_does(tmp_path: Path, kind: str, experts: int) -> None:
     changes = {**hf_models.MODELS[kind], "num_local_experts" if kind == "glm4_moe" else "num_experts": experts}
@@ -252,7 +250,6 @@ def test_the_library_is_named_where_it_is_missing() -> None:
     assert HF.needs == {"transformers": "pip install 'forge-train[hf]'"}
 
 
-@pytest.mark.accept("families", 3)
 def test_modules_of_dropout_are_replaced_by_forges(tmp_path: Path) -> None:
     changes = {**hf_models.MODELS["gpt_neox"], "hidden_dropout": 0.3}
     _, model = hf_models.composed(tmp_path, "gpt_neox", changes=changes)

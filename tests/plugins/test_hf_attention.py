@@ -12,7 +12,7 @@ import fakes
 from forge_train import KernelCapabilities
 from forge_train.registry.discovery import discover, load
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
+pytestmark = [pytest.mark.unit]
 
 BATCH, SEQUENCE, DIM = 2, 40, 32
 SHAPE = {

@@ -25,7 +25,7 @@ from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import lone_job
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 6)]
+pytestmark = [pytest.mark.unit]
 NAMES = ("apple", "pear", "plum")
 TEXTS, TOKENS, REWARDS, BASE = "classify", "token_classify", "reward", "embed"
 DATA = {TEXTS: "text_labels", TOKENS: "text_labels", REWARDS: "text_pairs", BASE: "text_pairs"}

@@ -66,7 +66,6 @@ def reference_of(case: str) -> Any:
 
 
 @pytest.mark.unit
-@pytest.mark.accept("core", 5)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
     reference = reference_of(case)
@@ -93,7 +92,6 @@ FAMILIES = [
 
 
 @pytest.mark.unit
-@pytest.mark.accept("trial", 3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES.of(Decoder))
 def test_a_family_in_anothers_clothes_is_the_same_or_refused_by_key(architecture: str) -> None:
     """Configurations of many families that say they are another: transformers' model for that, or a key."""
@@ -143,7 +141,6 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.unit
-@pytest.mark.accept("trial", 6)
 @pytest.mark.parametrize("head_dim", [80, 128])
 @pytest.mark.parametrize("kind", ROTATIONS)
 def test_rotations_are_those_of_transformers_to_the_bit(kind: str, head_dim: int) -> None:

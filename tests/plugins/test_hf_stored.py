@@ -23,7 +23,7 @@ from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 2)]
+pytestmark = [pytest.mark.unit]
 
 SPARSE = {**hf_models.GROUPED, "num_experts": 3, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}

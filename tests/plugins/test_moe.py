@@ -167,7 +167,6 @@ class _Poison(torch.autograd.Function):
         return gradient, None
 
 
-@pytest.mark.accept("moe", 5)
 @pytest.mark.parametrize("capacity", [0.25, 0.5, 1.0, 4.0])
 def test_padding_rows_never_leak(capacity: float) -> None:
     made, poisoned = (block(capacity=capacity, balance=0.0, transport=one) for one in (Local(), Poisoned()))
@@ -179,7 +178,6 @@ def test_padding_rows_never_leak(capacity: float) -> None:
     agree(found, gradients(made, x, made(x)))
 
 
-@pytest.mark.accept("moe", 5)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_capacity_is_the_total_of_an_expert(top_k: int) -> None:
     """Over all slots together: applied to each slot, an expert would keep up to top_k times as many."""
@@ -290,7 +288,6 @@ def _at(layer: Layer, index: int) -> Layer:
 # -- what is counted ---------------------------------------------------------------------------------
 
 
-@pytest.mark.accept("moe", 5)
 def test_recompute_counts_once() -> None:
     plain, again = block(bias_speed=0.1), block(bias_speed=0.1)
     x = tokens()
@@ -400,7 +397,6 @@ def test_a_run_logs_its_experts_and_moves_its_biases(run_forge: RunForge) -> Non
     assert steps.any()
 
 
-@pytest.mark.accept("trial", 19)
 def test_a_skipped_step_moves_no_bias(run_forge: RunForge) -> None:
     class SkipSecond(Plugin):
         """Vetoes the second step, and records the biases before every update."""
@@ -429,7 +425,6 @@ def test_a_skipped_step_moves_no_bias(run_forge: RunForge) -> None:
     assert not torch.equal(third, fourth)
 
 
-@pytest.mark.accept("trial", 19)
 def test_jitter_is_of_training_only() -> None:
     made, exact, x = block(jitter=0.1), block(), tokens()
     assert not torch.equal(made(x), made(x))
@@ -533,7 +528,6 @@ def _balanced(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     return balance(loads(routing.experts.view(1, -1), EXPERTS), routing, 1) / len(x), routing.logits
 
 
-@pytest.mark.accept("trial", 5)
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_a_layers_balance_times_top_k_is_transformers(top_k: int) -> None:
     x, router = tokens(4, 16).flatten(0, 1), block(top_k=top_k, normalise=False).routed.router
@@ -544,7 +538,6 @@ def test_a_layers_balance_times_top_k_is_transformers(top_k: int) -> None:
     torch.testing.assert_close(of_theirs, top_k * of_ours)
 
 
-@pytest.mark.accept("trial", 5)
 def test_transformers_pools_layers_that_are_balanced_one_by_one_here() -> None:
     """Equal where all layers are alike; two layers that are lopsided in opposite ways look even to transformers."""
     x, router = tokens(4, 16).flatten(0, 1), block().routed.router
@@ -555,7 +548,6 @@ def test_transformers_pools_layers_that_are_balanced_one_by_one_here() -> None:
     assert min(each) > 1.5 * float(_pooled([busy, busy.flip(1)], 2)) == pytest.approx(3.0)
 
 
-@pytest.mark.accept("moe", 3)
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "qwen3_moe, not normalised", "deepseek_v3"])
 def test_equals_transformers(model: str) -> None:
     made = {
@@ -632,7 +624,6 @@ def mistakes(values: dict[str, Any], run: dict[str, int], sequence: int = 64) ->
     return {problem.key: problem.message for problem in fakes.make(MoE, **values).check_config(config)}
 
 
-@pytest.mark.accept("trial", 19)
 @pytest.mark.parametrize(
     ("values", "run", "sequence"),
     [
@@ -653,7 +644,6 @@ def test_what_just_fits_is_no_mistake(values: dict[str, Any], run: dict[str, int
     assert not mistakes(values, run, sequence)
 
 
-@pytest.mark.accept("trial", 19)
 def test_a_stage_without_experts_has_nothing_to_watch() -> None:
     step: Any = SimpleNamespace(step=1, skipped=False)
     job: Any = SimpleNamespace(config=SimpleNamespace(log=SimpleNamespace(every=1)), steps=2)

@@ -183,7 +183,6 @@ def trained(tmp_path: Path, *plugins: Any, name: str = "a", steps: int = 1, **mo
     return run_forge(wanted, known, steps=steps, folder=tmp_path, name=name, without=("tokenizer",), **more)
 
 
-@pytest.mark.accept("families", 3)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_gradient_is_that_of_the_papers_equations(tied: bool, tmp_path: Path) -> None:
     run = trained(tmp_path, config={"decoder.tied": tied})

@@ -17,7 +17,7 @@ from forge_train_plugins.optimizers._muon.newton_schulz import orthogonalise
 from forge_train_plugins.optimizers._muon.rule import Orthogonal
 from forge_train_plugins.optimizers.muon import ForTheRest, Muon
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.unit]
 
 
 def optimizer(part: nn.Module, **values: Any) -> Any:

@@ -34,7 +34,6 @@ def test_the_values_of_four_bits() -> None:
     assert nearest(ties, E2M1).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 
 
-@pytest.mark.accept("moe", 4)
 @pytest.mark.parametrize("kind", [E4M3, E2M1], ids=lambda kind: kind.name)
 def test_mx_blocks_are_torchaos_bit_for_bit(kind: Minifloat) -> None:
     with warnings.catch_warnings():
@@ -48,7 +47,6 @@ def test_mx_blocks_are_torchaos_bit_for_bit(kind: Minifloat) -> None:
     assert low.same_bits(rounded(x, form.scale(x), form), right)
 
 
-@pytest.mark.accept("moe", 4)
 def test_nvfp4_is_torchaos() -> None:
     """But for ties that torchao decides the other way, as it multiplies with a rounded reciprocal."""
     with warnings.catch_warnings():

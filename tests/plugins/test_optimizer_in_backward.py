@@ -13,7 +13,7 @@ from forge_train import ConfigError, Plugin, Update, hookimpl
 from forge_train_plugins.optimizers.optimizer_in_backward import OptimizerInBackward
 from forge_train_tools.testing import RunForge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.unit]
 
 FREE = {"train.clip_norm": 0, "train.micro_batch": 0}
 

@@ -102,7 +102,6 @@ def test_an_optimizer_continues_where_it_was_saved(plugin: type[Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(part.parameters(), resumed.parameters(), strict=True))
 
 
-@pytest.mark.accept("parts", 1)
 @pytest.mark.parametrize("match", ["embedding.*", "head.weight"])
 def test_a_tied_parameter_counts_once_and_matches_by_each_of_its_names(match: str) -> None:
     part = fakes.decoder(tied=True)
@@ -112,7 +111,6 @@ def test_a_tied_parameter_counts_once_and_matches_by_each_of_its_names(match: st
     assert sum(len(group["params"]) for group in made.param_groups) == len(list(part.parameters()))
 
 
-@pytest.mark.accept("parts", 1)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_schedule_free_is_the_papers_algorithm(warmup: int) -> None:
     """Its three sequences as the paper writes them, in double precision; ours keeps y and z alone."""

@@ -21,7 +21,7 @@ from forge_train_kit.pipeline import Action, Timetable, Work
 from forge_train_plugins.parallel._pp import cuts, cutting, program, rules, schedules
 from forge_train_plugins.parallel.pp import PipelineParallel
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 1)]
+pytestmark = [pytest.mark.unit]
 Config = PipelineParallel.Config
 
 

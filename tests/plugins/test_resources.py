@@ -15,7 +15,6 @@ from forge_train_plugins.observers._resources import DeviceTimer, PerRank
 from forge_train_tools.testing import Pool, RunForge
 from hot_path import Watch, counting, waits
 
-pytestmark = pytest.mark.accept("parts", 5)
 PARTS = ("data", "forward_backward", "optimizer", "other")
 
 

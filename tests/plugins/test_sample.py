@@ -64,7 +64,6 @@ def test_an_interrupted_run_has_no_sample(run_forge: RunForge) -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.accept("trial", 7)
 def test_a_model_that_can_not_generate_costs_only_the_sample(
     run_forge: RunForge, caplog: pytest.LogCaptureFixture
 ) -> None:

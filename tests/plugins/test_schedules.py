@@ -28,7 +28,7 @@ from forge_train_plugins.schedules.curves import (
     Polynomial,
 )
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 3)]
+pytestmark = [pytest.mark.unit]
 
 PEAK = 2.0
 WARM: list[type[Plugin]] = [Constant, Cosine, InverseSqrt, Linear, Polynomial, REX, WSD]

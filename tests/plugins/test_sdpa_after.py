@@ -13,7 +13,7 @@ from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._sdpa import PIECE, Kernel
 from forge_train_tools.planning.ledger import Ledger
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 1)]
+pytestmark = [pytest.mark.unit]
 
 
 def drawn(queries: int, keys: int, heads: int = 4, kv_heads: int = 2, features: int = 8, **like: Any) -> list[Tensor]:

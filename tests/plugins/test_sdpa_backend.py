@@ -11,7 +11,7 @@ from forge_train_plugins.attention._sdpa import Kernel, missing
 from forge_train_plugins.attention.sdpa import SDPA
 from forge_train_tools.testing import RunForge
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
+pytestmark = [pytest.mark.unit]
 
 
 @pytest.mark.parametrize(

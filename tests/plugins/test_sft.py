@@ -27,7 +27,7 @@ from forge_train_plugins.data.tokenizer import Tokenizer
 from text_fakes import Shown
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 5)]
+pytestmark = [pytest.mark.unit]
 END, TURN_END = 0, 2
 
 

@@ -11,8 +11,6 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 from forge_train_plugins.parallel._pp.split import add_weight_gradients
 
-pytestmark = [pytest.mark.accept("axes", 1)]
-
 Part = Callable[[Tensor, Sequence[nn.Parameter]], Tensor]
 
 

@@ -13,7 +13,7 @@ import torch
 from forge_train_plugins.optimizers._torch_optimizer import MOMENTS
 from forge_train_tools.testing import run_forge
 
-pytestmark = [pytest.mark.accept("parts", 1), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.timeout(200)]
 SIZES = {"decoder.layers": 1, "decoder.dim": 64, "decoder.heads": 2, "decoder.kv_heads": 2, "decoder.hidden": 128}
 
 

@@ -14,8 +14,6 @@ from forge_train_kit.model import LargestLogit
 from forge_train_tools.testing import RunForge
 from hot_path import Watch, counting, waits
 
-pytestmark = pytest.mark.accept("parts", 5)
-
 
 class ByHand(Plugin):
     """Keeps what the last step was made of."""

@@ -197,7 +197,6 @@ class TestBadInput:
         ]
         assert not list(Text(Text.Config()).check_config(asked()))
 
-    @pytest.mark.accept("trial", 24)
     def test_a_run_that_starts_from_weights_needs_its_own_text(self, store: Path, tmp_path: Path) -> None:
         (found,) = Text(Text.Config()).check_config(asked("base"))
         assert (found.key, found.message.split(";")[0]) == (
@@ -212,7 +211,6 @@ def asked(init_from: str = "") -> Any:
     return SimpleNamespace(train=SimpleNamespace(init_from=init_from))
 
 
-@pytest.mark.accept("trial", 24)
 class TestOtherData:
     """What is cloned from a hub is not what a person means to train on."""
 
@@ -522,7 +520,6 @@ class TestTokenizers:
 # -- progress -------------------------------------------------------------------------------------
 
 
-@pytest.mark.accept("house", 4)
 @pytest.mark.parametrize("lines", [False, True])
 def test_tokenising_tells_how_far_it_is(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lines: bool

@@ -18,7 +18,7 @@ from forge_train_plugins.data.tokenizer import Tokenizer
 from forge_train_tools.testing import run_forge
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 1)]
+pytestmark = [pytest.mark.unit]
 
 COUNT = 13
 

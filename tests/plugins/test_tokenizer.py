@@ -17,7 +17,7 @@ from forge_train_plugins.data.tokenizer import Tokenizer
 from text_fakes import job, plugin, write
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 4)]
+pytestmark = [pytest.mark.unit]
 
 WORDS = ["?", "<s>", "</s>", "<end>", "a", "b", "c"]
 """Ids 0 to 6; the first guess for an end would be 2."""

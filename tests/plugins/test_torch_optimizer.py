@@ -12,7 +12,7 @@ from forge_train import ConfigError
 from forge_train_kit.sections import StateDtypes
 from forge_train_plugins.optimizers.torch_optimizer import TorchOptimizer
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
+pytestmark = [pytest.mark.unit]
 
 
 def optimizer(name: str, **values: Any) -> torch.optim.Optimizer:

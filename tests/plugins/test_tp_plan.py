@@ -72,7 +72,6 @@ def test_what_is_wrong_with_every_layer_is_said_once() -> None:
     assert str(error.value).count("attention.k") == 1
 
 
-@pytest.mark.accept("trial", 19)
 def test_of_many_mistakes_six_are_told_and_the_rest_counted() -> None:
     with pytest.raises(ConfigError) as error:
         read(planned({f"{letter}": "colwise" for letter in "stuvwxyz"}), 2)
@@ -81,7 +80,6 @@ def test_of_many_mistakes_six_are_told_and_the_rest_counted() -> None:
     assert told[-1].strip() == "… 2 more"
 
 
-@pytest.mark.accept("trial", 19)
 def test_features_that_are_no_heads_may_be_split_anywhere() -> None:
     part = fakes.decoder(heads=2, kv_heads=2, head_dim=16, hidden=6)
     part.layers["0"].feed_forward.head_dim = 4  # of which 6 features are no multiple
@@ -95,7 +93,6 @@ def test_a_block_without_a_plan_is_named() -> None:
         read(part, 2)
 
 
-@pytest.mark.accept("trial", 19)
 def test_a_plan_without_entries_is_refused() -> None:
     part = fakes.decoder()
     part.tensor_plan = dict
@@ -133,7 +130,6 @@ def test_async_needs_cuda() -> None:
     assert "CUDA" in problem.message
 
 
-@pytest.mark.accept("trial", 23)
 def test_an_unknown_style_names_the_module_that_declares_it_and_its_plugin() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

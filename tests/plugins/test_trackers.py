@@ -19,8 +19,6 @@ from forge_train import Bins, ConfigError, Metric, Plugin, PluginError, hookimpl
 from forge_train_kit.tracking import Tracker
 from forge_train_tools.testing import RunForge, TinyRun
 
-pytestmark = [pytest.mark.accept("parts", 6)]
-
 STEPS = 4
 SETTINGS = {"train.evaluate_every": 2, "train.evaluate_batches": 1, "checkpoint.every": 1}
 

@@ -35,7 +35,7 @@ from forge_train_kit.state_map import (
 )
 from forge_train_kit.state_map.strided import EveryNth
 
-pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 4)]
+pytestmark = [pytest.mark.unit]
 
 Tensors = dict[str, Tensor]
 EACH = "model.{i}.experts.{e}.up"
