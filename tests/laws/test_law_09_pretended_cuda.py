@@ -46,7 +46,7 @@ WAITS = [
 def plugins() -> dict[str, list[str]]:
     """Plugins that come with Forge → what their own example asks for."""
     known = [one for one in discover() if one.object.startswith("forge_train_plugins.")]
-    return {one.name: [*load(one).example] for one in known}
+    return {one.name: [*load(one).facts.get("check.example", ())] for one in known}
 
 
 def write(folder: Path) -> None:
