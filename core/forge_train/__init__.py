@@ -5,8 +5,9 @@ This is the whole public API. Nothing here is imported before it is asked for, a
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .base import lazy_names
 
 if TYPE_CHECKING:
     from .base.errors import CommunicationError as CommunicationError
@@ -74,37 +75,27 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "config.schema": "FilePath Ge Gt Le Lt Volatile section",
-    "contract.attention": "KernelCapabilities",
-    "contract.auxiliary": "attach_loss",
-    "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
-    "contract.events": "CheckpointEvent Evaluation FailedRun Finished LogRecord StepResult Update",
-    "contract.extra": "ExtraModel",
-    "contract.facts": "Fact",
-    "plugin.job": "Job",
-    "contract.metric": "Bins Metric",
-    "contract.model": "Init InitialWeights Model",
-    "plugin.plugin": "Plugin hookimpl",
-    "contract.protocols": "CheckpointCopies CopiedCheckpoint CopyReport Evaluator Executor"
-    " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
-    "plugin.specs": "HookSpec hookspec",
-    "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
-    "base.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
-    "base.failure": "Failure",
-}
-_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
+_WHERE, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "config.schema": "FilePath Ge Gt Le Lt Volatile section",
+        "contract.attention": "KernelCapabilities",
+        "contract.auxiliary": "attach_loss",
+        "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
+        "contract.events": "CheckpointEvent Evaluation FailedRun Finished LogRecord StepResult Update",
+        "contract.extra": "ExtraModel",
+        "contract.facts": "Fact",
+        "plugin.job": "Job",
+        "contract.metric": "Bins Metric",
+        "contract.model": "Init InitialWeights Model",
+        "plugin.plugin": "Plugin hookimpl",
+        "contract.protocols": "CheckpointCopies CopiedCheckpoint CopyReport Evaluator Executor"
+        " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
+        "plugin.specs": "HookSpec hookspec",
+        "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
+        "base.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
+        "base.failure": "Failure",
+    },
+)
 
 __all__ = ["__version__", *sorted(_WHERE)]  # noqa: PLE0604  # built from the table above, which a test holds to the imports
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})

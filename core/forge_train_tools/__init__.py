@@ -5,8 +5,9 @@ Nothing here is imported before it is asked for.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forge_train.base import lazy_names
 
 if TYPE_CHECKING:
     from .api import open_model as open_model
@@ -19,25 +20,15 @@ if TYPE_CHECKING:
     from .run_folder import open_run as open_run
     from .verification import Verdict as Verdict
 
-_HOME = {
-    "api": "open_model plan train verify",
-    "offline.trained_model": "TrainedModel",
-    "planning": "Plan",
-    "run_folder": "RunFolder open_run",
-    "verification": "Verdict",
-}
-_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
+_WHERE, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "api": "open_model plan train verify",
+        "offline.trained_model": "TrainedModel",
+        "planning": "Plan",
+        "run_folder": "RunFolder open_run",
+        "verification": "Verdict",
+    },
+)
 
 __all__ = [*sorted(_WHERE)]  # noqa: PLE0604  # built from the table above, as in forge_train itself
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})

@@ -46,7 +46,7 @@ def test_what_type_checkers_see_is_what_there_is() -> None:
     seen = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
-            seen |= {alias.asname: node.module for alias in node.names}
+            seen |= {alias.asname: node.module for alias in node.names if alias.asname}
     assert {name: f"forge_train.{module}" for name, module in seen.items()} == {
         name: f"forge_train.{module}" for name, module in forge_train._WHERE.items()
     }

@@ -6,8 +6,9 @@ It is also a pytest plugin, found by every pytest in an environment with forge: 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forge_train.base import lazy_names
 
 if TYPE_CHECKING:
     from .conformance import Check as Check
@@ -24,26 +25,16 @@ if TYPE_CHECKING:
     from .runs import run_forge as run_forge
     from .verifying import Verifier as Verifier
 
-_HOME = {
-    "conformance": "Check Report assert_conforms check",
-    "environment": "Installed installed",
-    "metrics": "check_metric",
-    "pool": "Pool PoolError",
-    "runs": "RunForge TinyRun run_forge",
-    "verifying": "Verifier",
-}
-_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
+_WHERE, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "conformance": "Check Report assert_conforms check",
+        "environment": "Installed installed",
+        "metrics": "check_metric",
+        "pool": "Pool PoolError",
+        "runs": "RunForge TinyRun run_forge",
+        "verifying": "Verifier",
+    },
+)
 
 __all__ = [*sorted(_WHERE)]  # noqa: PLE0604  # built from the table above, as in forge_train itself
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
