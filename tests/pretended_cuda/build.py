@@ -1,4 +1,4 @@
-"""Compiles the pretended device, once for each torch and each state of its source."""
+"""Compiles the pretended device, once for each torch, where that lies, and each state of its source."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def library() -> Path:
     import torch
     from torch.utils.cpp_extension import include_paths
 
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    lib = Path(torch.__file__).parent / "lib"
+    key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {lib}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"forge-pretended-cuda-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     made = folder / f"{key}.so"
     if not made.exists():
-        lib = Path(torch.__file__).parent / "lib"
         partial = folder / f"{key}.{os.getpid()}"
         includes = [f"-I{path}" for path in include_paths()]
         linked = [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]
