@@ -108,7 +108,7 @@ def metrics() -> str:
         cls = getattr(forge_train_kit.metrics, name)
         takes = [one for one in inspect.signature(cls.update).parameters.values() if one.name != "self"]
         shown = ", ".join(one.name if one.default is one.empty else f"{one.name}={one.default}" for one in takes)
-        rows.append(f"| [`{name}`](../api.md#{name.lower()}) | `{shown}` | {first_line(cls)} |")
+        rows.append(f"| [`{name}`](../api/forge_train_kit.md#{name.lower()}) | `{shown}` | {first_line(cls)} |")
     return "\n".join(rows)
 
 

@@ -21,25 +21,12 @@ GROUPS = {
 }
 """Heading → names; what no heading names comes under the last one."""
 REST = "Protocols of slots and chains"
-BESIDE = (
-    "forge_train_kit.layers",
-    "forge_train_kit.heads",
-    "forge_train_kit.losses",
-    "forge_train_kit.sections",
-    "forge_train_kit.model",
-    "forge_train_kit.optim",
-    "forge_train_kit.metrics",
-    "forge_train_kit.pipeline",
-    "forge_train_kit.tracking",
-    "forge_train_kit.state_map",
-    "forge_train_kit.hf",
-    "forge_train_kit.weights",
-    "forge_train_tools",
-)
+KIT = "layers heads losses sections model optim metrics pipeline tracking state_map hf weights"
+"""Modules of `forge_train_kit` with names for plugin authors."""
 
 
-def api() -> str:
-    """Everything that `forge_train` exports, grouped, then the packages beside it."""
+def kernel() -> str:
+    """Return everything that `forge_train` exports, grouped."""
     package = importlib.import_module("forge_train")
     grouped = {heading: names.split() for heading, names in GROUPS.items()}
     named = {name for names in grouped.values() for name in names}
@@ -51,9 +38,22 @@ def api() -> str:
     for heading, names in grouped.items():
         parts.append(f"## {heading}")
         parts += [entry(name, getattr(package, name)) for name in names]
-    for module in map(importlib.import_module, BESIDE):
-        parts += [f"## `{module.__name__}`", first(module)]
-        parts += [entry(name, getattr(module, name)) for name in module.__all__]
+    return "\n\n".join(parts)
+
+
+def kit() -> str:
+    """Return what the modules of `forge_train_kit` export, module by module."""
+    return "\n\n".join(_module(f"forge_train_kit.{name}") for name in KIT.split())
+
+
+def tools() -> str:
+    """Return what `forge_train_tools` exports."""
+    return _module("forge_train_tools")
+
+
+def _module(name: str) -> str:
+    module = importlib.import_module(name)
+    parts = [f"## `{name}`", first(module), *(entry(one, getattr(module, one)) for one in module.__all__)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -63,9 +63,9 @@ def entry(name: str, thing: Any) -> str:
     if inspect.isclass(thing):
         parts += [text(thing), *_members(thing)]
     elif inspect.isfunction(thing):
-        parts += [f"```text\n{name}{_signature(thing)}\n```", text(thing)]
+        parts += [f"`{name}{_signature(thing)}`", text(thing)]
     else:
-        parts += [f"```text\n{name} = {_plain(thing)}\n```"]
+        parts += [f"`{name} = {_plain(thing)}`"]
     return "\n\n".join(filter(None, parts))
 
 
@@ -85,14 +85,25 @@ def _members(cls: type) -> Iterator[str]:
     if names:
         rows = [f"| `{name}` | `{_cell(hints.get(name, ''))}` | {_cell(docs.get(name, ''))} |" for name in names]
         yield "\n".join(["| | type | |", "|---|---|---|", *rows])
+    methods = [*_methods(cls)]
+    if methods:
+        yield "\n".join(methods)
+
+
+def _methods(cls: type) -> Iterator[str]:
     for name, member in vars(cls).items():
         if name.startswith("_") and name != "__call__":
             continue
         if isinstance(member, property):
             kind = _signature(member.fget).partition("->")[2].strip() if member.fget else ""
-            yield f"- `{name}`: `{kind}`. {text(member)}".rstrip()
+            yield f"- `{name}`: `{kind}`. {_line(member)}".rstrip()
         elif inspect.isfunction(member) and (name != "__call__" or text(member)):
-            yield f"- `{name}{_signature(member)}`\n{_indented(text(member))}".rstrip()
+            yield f"- `{name}{_signature(member)}`: {_line(member)}".rstrip(": ")
+
+
+def _line(thing: Any) -> str:
+    """Return a docstring as one line: its sections follow each other."""
+    return re.sub(r"\s*\n(- )?\s*", " ", text(thing))
 
 
 def _signature(function: Any) -> str:
@@ -119,15 +130,26 @@ def text(thing: Any) -> str:
         else:
             section = section and (not line or line.startswith("    "))
             lines.append(line)
-    return "\n".join(lines).strip()
+    return _reflowed("\n".join(lines).strip())
+
+
+def _reflowed(markdown: str) -> str:
+    """Join the lines of each paragraph and of each item of a list; code stays as it is."""
+    found: list[str] = []
+    code = False
+    for line in markdown.splitlines():
+        fence = line.lstrip().startswith("```")
+        joins = found and found[-1] and line.strip() and not (code or fence or found[-1].endswith("```"))
+        if joins and not re.match(r"\s*([-|#>]|\d+\.) ?|    \S", line) and not found[-1].startswith(("    ", "|")):
+            found[-1] += f" {line.strip()}"
+        else:
+            found.append(line)
+        code ^= fence
+    return "\n".join(found)
 
 
 def first(thing: Any) -> str:
     return inspect.cleandoc(thing.__doc__ or "").partition("\n")[0]
-
-
-def _indented(lines: str) -> str:
-    return "\n".join(f"  {line}".rstrip() for line in lines.splitlines())
 
 
 def _plain(thing: Any) -> str:

@@ -52,7 +52,9 @@ def _own_presets() -> list[Preset]:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "api": reference.api,
+    "api_kernel": reference.kernel,
+    "api_kit": reference.kit,
+    "api_tools": reference.tools,
     "facts": lists.facts,
     "hooks": lists.hooks,
     "laws": lists.laws,
