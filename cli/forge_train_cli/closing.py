@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from forge_train.base.errors import ConfigError, ForgeError, describe
 from forge_train.base.failure import Failure
 from forge_train.loop.run import is_checkpoint
-from forge_train.mesh.world import World
+from forge_train_tools.launching.world import here
 
 if TYPE_CHECKING:
     from forge_train.contract.events import Finished
@@ -37,7 +37,7 @@ def next_commands(finished: Finished, setup: Setup, nproc: int = 1) -> list[tupl
         setup: its configuration and plugins.
         nproc: number of processes that this one started to train it.
     """
-    run, alone = shlex.quote(str(finished.run)), World.here().launcher == "none"
+    run, alone = shlex.quote(str(finished.run)), here().launcher == "none"
     rows = [("its numbers", f"forge runs show {run}")]
     job = _opened(finished.run)
     if job is not None and (prompt := _prompt(finished, job)) is not None:

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 
 from forge_train.base.errors import ConfigError
-from forge_train.mesh.world import World
+from forge_train_tools.launching.world import here
 
 
 def part(code: int) -> None:
@@ -18,7 +18,7 @@ def part(code: int) -> None:
     threads. A gloo thread that asks for it then ends the process by SIGABRT, whatever its exit code was.
     """
     with suppress(ConfigError):  # the failure that ends this process
-        if World.here().size > 1:
+        if here().size > 1:
             atexit._run_exitfuncs()
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError):

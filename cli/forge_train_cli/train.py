@@ -22,6 +22,7 @@ from forge_train.registry.discovery import plugin_name
 from forge_train.run.run import Run
 from forge_train_tools.launching.devices import how_many
 from forge_train_tools.launching.ending import told
+from forge_train_tools.launching.world import here
 from forge_train_tools.messages import show_end, show_progress
 from forge_train_tools.requests import fetch, with_configuration
 
@@ -91,7 +92,6 @@ def train(
     if not (quiet or as_json) and sys.stdout.isatty():
         click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # the next output overwrites it
     try:
-        from forge_train.mesh.world import world_size
         from forge_train.registry.setup import resolve
 
         _check_launch(nproc, max_restarts, min_nproc)
@@ -99,7 +99,7 @@ def train(
         request = hugging_face(with_configuration(request, resume), run_dir)
         count = nproc if isinstance(nproc, int) else how_many(request)
         try:
-            setup = resolve(request, world=count if count > 1 else world_size())
+            setup = resolve(request, world=count if count > 1 else here().size)
         except ConfigError as error:
             if nproc == AUTO and count > 1:
                 error.args = (f"{error}\n(--nproc auto starts {count} processes here; --nproc 1 starts one.)",)

@@ -67,15 +67,16 @@ def train(
     """
     folder = Path(run_dir)
     with _working(progress=not quiet):
-        from forge_train.mesh.world import World
         from forge_train.registry.discovery import plugin_name
         from forge_train.registry.setup import resolve
+
+        from .launching.world import here
 
         source = fetch(str(resume), folder)
         asked = _request(config, set, plugins, without, model_from, name)
         request = hugging_face(with_configuration(asked, source), folder, _say)
         count = _processes(nproc, request)
-        setup = resolve(request, world=count if count > 1 else World.here().size)
+        setup = resolve(request, world=count if count > 1 else here().size)
         if quiet:
             setup.hooks.mute("console")
         notable = tuple(sorted(plugin_name(spec) for spec in request.plugins))
@@ -91,7 +92,7 @@ def train(
             from forge_train.engine import train as train_here
 
             finished = train_here(setup, run_dir=folder, resume=source, notable=notable)
-        if not quiet and World.here().rank == 0:
+        if not quiet and here().rank == 0:
             show_end(finished)
         return RunFolder(finished.run)
 

@@ -93,13 +93,14 @@ def fetch(resume: str, folder: Path) -> str:
     """The run or checkpoint to resume. If it is an address, the first process fetches it and the others wait."""
     from forge_train.base.files import plain
     from forge_train.loop.run import address_of, is_checkpoint, is_run
-    from forge_train.mesh.world import World
 
     if not (address := address_of(resume)):
         return plain(resume)
     from forge_train_kit.stores.fetching import fetched, target_of
 
-    if World.here().rank == 0:
+    from .launching.world import here
+
+    if here().rank == 0:
         return fetched(address, folder)
     target = target_of(address, folder)
     deadline = time.monotonic() + LONGEST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from forge_train import ConfigError, ForgeError
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
-from forge_train.mesh.world import World, first_host
+from forge_train.mesh.world import World
 from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult, check_alone
 from forge_train_tools.launching.launched import kind
+from forge_train_tools.launching.world import first_host, here, translated
 from forge_train_tools.planning.topology import Topology
 
 pytestmark = pytest.mark.unit
@@ -31,39 +33,55 @@ MPI = {
 }  # fmt: skip
 
 
+def started(environment: Mapping[str, str]) -> World:
+    """What forge reads where a launcher gave this environment."""
+    return World.here({**environment, **translated(environment)})
+
+
 def test_nobody_started_this_process() -> None:
-    assert World.here({}) == World()
+    assert started({}) == World()
 
 
 def test_torchrun() -> None:
-    assert World.here(TORCHRUN) == World(3, 4, 1, 2, 2, "torchrun", "node0", 29500)
-    assert World.here({**TORCHRUN, "FORGE_LAUNCHED": "17"}).launcher == "forge"
-    assert World.here({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}).max_restarts == 3
+    assert started(TORCHRUN) == World(3, 4, 1, 2, 2, "torchrun", "node0", 29500)
+    assert started({**TORCHRUN, "FORGE_LAUNCHED": "17"}).launcher == "forge"
+    assert started({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}).max_restarts == 3
 
 
 def test_slurm() -> None:
-    world = World.here(SLURM)
+    world = started(SLURM)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (5, 6, 1, 2)
     assert (world.launcher, world.address) == ("slurm", "gpu007")
-    assert world.port == World.here({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
-    assert world.port != World.here({**SLURM, "SLURM_JOB_ID": "1235"}).port
-    assert World.here({**SLURM, "MASTER_PORT": "777", "MASTER_ADDR": "other"}).address == "other"
+    assert world.port == started({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
+    assert world.port != started({**SLURM, "SLURM_JOB_ID": "1235"}).port
+    assert started({**SLURM, "MASTER_PORT": "777", "MASTER_ADDR": "other"}).address == "other"
+
+
+def test_the_kernel_reads_what_slurm_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as inside:
+        inside.setattr("os.environ", os.environ.copy())
+        assert here() == World.here() == here()
+        assert World.here().launcher == "slurm"
 
 
 def test_a_batch_script_of_slurm_is_one_process() -> None:
     batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
-    assert World.here({**batch, "SLURM_PROCID": "0"}) == World()
+    assert started({**batch, "SLURM_PROCID": "0"}) == World()
 
 
 def test_torchrun_inside_slurm_is_torchrun() -> None:
-    assert World.here({**SLURM, **TORCHRUN}).launcher == "torchrun"
+    assert started({**SLURM, **TORCHRUN}).launcher == "torchrun"
 
 
 def test_mpi() -> None:
-    world = World.here(MPI)
+    world = started(MPI)
     assert (world.rank, world.size, world.local_rank, world.address) == (1, 2, 1, "127.0.0.1")
-    assert World.here({"PMI_RANK": "0", "PMI_SIZE": "1"}).size == 1
-    assert World.here({**MPI, **SLURM}).launcher == "mpi"
+    assert started({"PMI_RANK": "0", "PMI_SIZE": "1"}).size == 1
+    assert started({**MPI, **SLURM}).launcher == "mpi"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +108,7 @@ def test_mpi() -> None:
 )
 def test_contradictions_are_named(environment: Mapping[str, str], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        World.here(environment)
+        started(environment)
     assert says in str(refused.value)
 
 

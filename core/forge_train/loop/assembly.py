@@ -14,7 +14,7 @@ from ..compose.compose import Composition, compose
 from ..contract.model import Model
 from ..mesh.distributed import DistributedContext
 from ..mesh.layout import Layout
-from ..mesh.world import world_size
+from ..mesh.world import World
 from ..plugin.job import Job
 from ..registry.setup import Setup
 from ..run.run import Run
@@ -30,7 +30,7 @@ def joined(setup: Setup) -> Iterator[DistributedContext]:
         ConfigError: naming what some of them have otherwise.
     """
     config = setup.config
-    layout = Layout.of(config.parallel, world_size())
+    layout = Layout.of(config.parallel, World.here().size)
     with DistributedContext.join(layout, config.run.device, timeout=config.run.start_timeout) as dist:
         dist.agree({**config.values(), **{f"plugin {entry['name']}": entry for entry in plugin_list(setup.hooks)}})
         yield dist

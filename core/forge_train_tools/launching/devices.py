@@ -8,7 +8,8 @@ from pathlib import Path
 from forge_train.base.errors import ConfigError
 from forge_train.config.layers import Request, lay
 from forge_train.mesh.axes import of_domain
-from forge_train.mesh.world import World
+
+from .world import here
 
 DRIVERS = ("nvidia[0-9]*", "kfd", "dxg")
 """Files in /dev of NVIDIA's, AMD's and WSL's drivers."""
@@ -17,7 +18,7 @@ DRIVERS = ("nvidia[0-9]*", "kfd", "dxg")
 def how_many(request: Request) -> int:
     """One process for each CUDA device, or as many as the product of the configured axes' sizes; 1 if a launcher
     started this process, if the run uses another device, or if there are no CUDA devices."""
-    if World.here().launcher != "none":
+    if here().launcher != "none":
         return 1
     try:
         tree = lay(request).tree

@@ -24,7 +24,8 @@ from forge_train.base.files import write_json
 from forge_train.base.format import format_list
 from forge_train.base.strict_json import loads
 from forge_train.mesh.layout import Layout, in_words
-from forge_train.mesh.world import World
+
+from .world import here
 
 RESERVED = 16_384
 """Bytes of a rank's outcome that there is room for in any case."""
@@ -239,7 +240,7 @@ def check_alone(option: str) -> None:
     Raises:
         ConfigError: if a launcher started it as one of several.
     """
-    world = World.here()
+    world = here()
     if world.launcher != "none":
         raise ConfigError(
             f"{option}: this process was started by {world.launcher} as rank {world.rank} of {world.size} already. "

@@ -11,12 +11,12 @@ from typing import Any
 from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
 from forge_train.loop.weights import load_extra
-from forge_train.mesh.world import World
 from forge_train.plugin.calls import implemented
 from forge_train.step.evaluation import Evaluations
 from forge_train.step.forward import Forward
 
 from ..launching.launch import WorkerCommand, launch
+from ..launching.world import here
 from .opening import ReadOnlyRun, Wanted, find, run_folder
 
 
@@ -70,7 +70,7 @@ def worker(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
     """Evaluate on this process alone, or on one of those that a launcher started."""
-    world = World.here().size
+    world = here().size
     source = find(path, world=world, wanted=wanted)
     path, hooks, own = source.path, source.setup.hooks, (source.saved or {}).get("plugins", {})
     with prepared(source.setup, ReadOnlyRun(run_folder(path))) as job:

@@ -16,7 +16,7 @@ from forge_train.base.names import canonical
 from forge_train.compose.compose import compose, order
 from forge_train.config import Request
 from forge_train.loop.resume import Stateful
-from forge_train.mesh.world import world_size
+from forge_train.mesh.world import World
 from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.hooks import Hooks
 from forge_train.registry.declared import Specs
@@ -101,7 +101,7 @@ def _required(enabled: EnabledPlugin) -> list[str]:
 def _round_trip(setup: Setup, folder: Path) -> None:
     file = folder / "resolved.toml"
     file.write_text(to_toml(setup.config, setup.hooks), encoding="utf-8")
-    again = resolve(Request(config=str(file)), world=world_size()).config
+    again = resolve(Request(config=str(file)), world=World.here().size).config
     before, after = setup.config.values(), again.values()
     before["run.name"] = after["run.name"]
     changed = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]

@@ -15,7 +15,7 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.names import canonical
 from forge_train.config import Request
 from forge_train.contract.events import Finished
-from forge_train.mesh.world import world_size
+from forge_train.mesh.world import World
 from forge_train.plugin.calls import implemented
 from forge_train.plugin.plugin import Plugin
 from forge_train.registry.discovery import discover, find, is_name, load, plugin_name
@@ -171,7 +171,7 @@ def prepared(
                 without=(*unwatched, *without),
                 set=tuple(sets),
             )
-            yield resolve(request, world=world_size())
+            yield resolve(request, world=World.here().size)
 
 
 def _filled(names: Iterable[str]) -> set[str]:
