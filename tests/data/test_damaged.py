@@ -61,3 +61,13 @@ def test_a_run_names_the_file(tmp_path: Path, held_out: float) -> None:
     says = rf"^sample [\d,]+ can't be read: \S*{shard.name}: is damaged: token 5,999 is 40,000, .* has 257 ids"
     with pytest.raises(ForgeError, match=says):
         run_forge(["tokens"], config, without=["text"], steps=40, folder=tmp_path / "runs")
+
+
+def test_a_mixture_names_the_item_of_its_list(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "one.txt").write_text("text " * 400)
+    prepare(Preparation((str(tmp_path / "one.txt"),), tmp_path / "one", tokenizer="bytes"), Report(), key="x")
+    config = {"mixture.sources": [{"path": str(tmp_path / name)} for name in ("one", "two")]}
+    with pytest.raises(ConfigError, match=re.escape(f"mixture.sources[1].path: {tmp_path}/two has no manifest")):
+        run_forge(["mixture"], config, without=["text"], folder=tmp_path / "runs")

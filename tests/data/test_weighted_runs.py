@@ -62,6 +62,8 @@ def test_a_loss_is_the_weighted_mean_in_training_and_evaluation(tmp_path: Path, 
     for losses in ([run.losses[0] for run in runs], [evaluated(run)["loss"] for run in runs]):
         assert losses[2] == pytest.approx(mean(weights, *losses[:2]), rel=1e-6)
         assert abs(losses[2] - mean((1, 1), *losses[:2])) > 1e-3, "the weights show"
+    tokens = [evaluated(run)["tokens"] for run in runs]
+    assert tokens[2] == tokens[0] + tokens[1] > 0, "tokens are counted, whatever they weigh"
 
 
 def test_processes_that_read_ahead_weigh_alike(tmp_path: Path) -> None:

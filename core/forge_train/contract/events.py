@@ -140,8 +140,9 @@ class Evaluation:
 
     step: int
     loss: float
-    """Mean over the unmasked tokens of the held-out batches."""
+    """Mean over the unmasked tokens of the held-out batches, by their weights if they have some."""
     tokens: int
+    """Unmasked tokens of the held-out batches."""
     metrics: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, Bins] = field(default_factory=dict)
     owner: str = ""

@@ -43,13 +43,13 @@ class Evaluations:
         usual = self._forward.job.config.train.evaluate_batches
         with self._forward.metrics.apart():
             held_out = self._held_out.from_start()
-            loss, weight = self._forward.mean_loss(held_out, (batches or usual) * self._forward.accumulation)
+            loss, tokens = self._forward.mean_loss(held_out, (batches or usual) * self._forward.accumulation)
             found = self._forward.metrics.take()
             for evaluator, whose, data, metrics in self._others:
                 count = (batches or evaluator.batches or usual) * self._forward.accumulation
                 self._forward.measure(evaluator, data.from_start(), count, whose)
                 found |= {f"{evaluator.name}.{name}": value for name, value in metrics.take().items()}
-        return Evaluation(step, loss, int(weight), *split(found))
+        return Evaluation(step, loss, tokens, *split(found))
 
     def close(self) -> None:
         """No evaluation follows."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..base.errors import PluginError
 from ..base.failure import during
-from ..contract.batch import Batch
+from ..contract.batch import MASKED, Batch
 from ..contract.model import Model
 from ..contract.protocols import Evaluator, Executor, Loader, Task
 from ..plugin.job import Job
@@ -27,6 +27,8 @@ class Counts:
     """Sum of the task's own counts, such as unmasked labels: for the task's loss."""
     tokens: float
     """Positions that the model computes, whatever is masked: for attached losses, which are sums over them."""
+    labels: float
+    """Unmasked labels, whatever weight a task gives them."""
 
 
 class Forward:
@@ -74,7 +76,10 @@ class Forward:
     def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], Counts]:
         """Micro-batches on the device, and what all ranks' together count."""
         batches = self.take_batches(loader, count)
-        counts = [sum(self.task.weight(batch) for batch in batches), sum(batch.inputs.numel() for batch in batches)]
+        each = [
+            (self.task.weight(batch), batch.inputs.numel(), int((batch.labels != MASKED).sum())) for batch in batches
+        ]
+        counts = [sum(one) for one in zip(*each, strict=True)]
         if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
             mine = torch.tensor(counts, dtype=torch.float64)
             counts = self.job.dist.all_reduce(mine, axis="data").tolist()
@@ -107,19 +112,19 @@ class Forward:
         self.model.free_gathered()
         self.model.train()
 
-    def mean_loss(self, loader: Loader, count: int) -> tuple[float, float]:
-        """The mean loss over some micro-batches of each rank, and the weight of all of them."""
+    def mean_loss(self, loader: Loader, count: int) -> tuple[float, int]:
+        """The mean loss over some micro-batches of each rank, and the number of their unmasked labels."""
         self.show_model(loader)
         self.model.train(False)
-        total, weight = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0
+        total, weight, labels = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0, 0.0
         for size in self._global_batches(count):
             batches, counts = self.fetch(loader, size)
             for batch in batches:
                 total += self._evaluated(self.executor, batch)
-            weight += counts.weight
+            weight, labels = weight + counts.weight, labels + counts.labels
         self.model.free_gathered()
         self.model.train()
-        return float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0), weight
+        return float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0), int(labels)
 
     def measure(self, evaluator: Evaluator, data: Loader, count: int, whose: str) -> None:
         """Have an evaluator see some micro-batches of each rank."""

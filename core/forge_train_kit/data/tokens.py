@@ -54,7 +54,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
         tokenizer: the run's.
         dtype: of a file that does not say it; empty for one that does.
         held_out: share of the documents that is kept for evaluation where the files hold nothing out.
-        key: the section that messages name.
+        key: section or list item that has the keys `path` and `dtype`, for messages.
 
     Raises:
         ConfigError: the files are none of this, damaged, of another tokenizer, or have ids that the tokenizer has not.

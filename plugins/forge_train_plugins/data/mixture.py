@@ -282,7 +282,9 @@ class Mixture(DataPlugin):
 
             tokenizer, share = job.hooks.tokenizer(), self.config.held_out
             self._opened = {
-                name: open_tokens(Path(source.path), tokenizer, dtype=source.dtype, held_out=share, key="mixture")
-                for name, source in zip(self._names(), self.config.sources, strict=True)
+                name: open_tokens(
+                    Path(source.path), tokenizer, dtype=source.dtype, held_out=share, key=f"mixture.sources[{at}]"
+                )
+                for at, (name, source) in enumerate(zip(self._names(), self.config.sources, strict=True))
             }
         return self._opened
