@@ -139,6 +139,16 @@ def laws() -> str:
     return "\n".join(rows)
 
 
+def rooms() -> str:
+    """The rooms of the kernel in the order of their imports, with one sentence each."""
+    top = ROOT / "core" / "forge_train"
+    layers = (ROOT / "tests" / "test_layers.py").read_text(encoding="utf-8")
+    order = re.search(r"^ROOMS = (\(.*?\))$", layers, re.MULTILINE | re.DOTALL)
+    names = ast.literal_eval(order[1]) if order else ()
+    rows = [(room, top / room / "__init__.py" if (top / room).is_dir() else top / f"{room}.py") for room in names]
+    return "\n".join(["| room | |", "|---|---|", *(f"| `{room}` | {_sentence(file)} |" for room, file in rows)])
+
+
 def modules() -> str:
     """A table of modules for each room of the packages that plugins build on."""
     out: list[str] = []

@@ -63,6 +63,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "modules": lists.modules,
     "plugins": lists.plugins,
     "presets": presets,
+    "rooms": lists.rooms,
     "sections": lists.sections,
     "trackers": lists.trackers,
 }

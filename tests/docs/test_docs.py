@@ -132,9 +132,13 @@ def test_a_message_in_troubleshooting_is_one_that_the_code_says(message: str, sa
 
 
 def test_the_architecture_page_has_every_room_of_the_kernel() -> None:
-    table = page("architecture.md").partition("## The rooms\n")[2].partition("\n\n[")[0]
+    table = page("architecture.md").partition("<!-- write: rooms -->")[2].partition("<!-- end -->")[0]
     folders = {path.parent.name for path in (ROOT / "core" / "forge_train").glob("*/__init__.py")}
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == folders | {"engine"}
+
+
+def test_the_architecture_page_stays_a_story_and_a_map() -> None:
+    assert len((DOCS / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_the_reading_tour_leads_to_code() -> None:
