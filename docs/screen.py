@@ -44,12 +44,11 @@ class Camera(Plugin):
         self._board.plugins = [re.sub(r" path=\S+", "", line) for line in self._board.plugins]  # a check sets it
 
     @hookimpl
-    def on_log(self, record: LogRecord) -> None:
-        self._board.log(record)
-
-    @hookimpl
-    def on_evaluate(self, evaluation: Evaluation) -> None:
-        self._board.evaluation = copy.copy(evaluation)
+    def on_log(self, record: LogRecord | Evaluation) -> None:
+        if isinstance(record, Evaluation):
+            self._board.evaluation = copy.copy(record)
+        else:
+            self._board.log(record)
 
     @hookimpl
     def on_checkpoint(self, event: CheckpointEvent) -> None:

@@ -68,11 +68,11 @@ SNIPPETS = {
 """,
     ),
     "on_log": Snippet(
-        types=("LogRecord",),
+        types=("Evaluation", "LogRecord"),
         body="""\
     @hookimpl
-    def on_log(self, record: LogRecord) -> None:
-        logging.getLogger("forge_train").info("step %d of %d", record.step, record.steps)
+    def on_log(self, record: LogRecord | Evaluation) -> None:
+        logging.getLogger("forge_train").info("step %d: %s", record.step, dict(record.metrics))
 """,
     ),
     "around": Snippet(

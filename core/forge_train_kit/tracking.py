@@ -113,14 +113,12 @@ class Tracker(Plugin):
             self._send("open", job.run, job.config.values())
 
     @hookimpl
-    def on_log(self, record: LogRecord) -> None:
-        self._send("log", record.step, _numbers(record.metrics), record.histograms)
+    def on_log(self, record: LogRecord | Evaluation) -> None:
+        values = dict(record.metrics)
+        if isinstance(record, Evaluation):
+            values["evaluation.loss"] = record.loss
+        self._send("log", record.step, _numbers(values), record.histograms)
         self._send_artifacts()
-
-    @hookimpl
-    def on_evaluate(self, evaluation: Evaluation) -> None:
-        values = {"evaluation.loss": evaluation.loss, **evaluation.metrics}
-        self._send("log", evaluation.step, _numbers(values), evaluation.histograms)
 
     @hookimpl
     def on_checkpoint(self, event: CheckpointEvent) -> None:

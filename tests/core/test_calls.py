@@ -193,9 +193,10 @@ def test_a_metric_may_be_a_number_of_numpy_or_a_tensor(tmp_path: Path) -> None:
             step.add("tensor", torch.tensor(2))
 
         @hookimpl
-        def on_evaluate(self, evaluation: Evaluation) -> None:
-            evaluation.add("numpy", numpy.int64(3))
-            evaluation.add("tensor", torch.tensor(0.25))
+        def on_log(self, record: LogRecord | Evaluation) -> None:
+            if isinstance(record, Evaluation):
+                record.add("numpy", numpy.int64(3))
+                record.add("tensor", torch.tensor(0.25))
 
     run = toys.run(tmp_path, Odd, steps=1, config={"train.evaluate_every": 1, "train.evaluate_batches": 1})
     assert [(line["odd.numpy"], line["odd.tensor"]) for line in run.metrics] == [(0.5, 2)]
@@ -297,8 +298,8 @@ class Watch(Plugin):
         raise OSError("disk full\nmore")
 
     @hookimpl
-    def on_evaluate(self, evaluation: Any) -> None:
-        self.told.append("evaluate")
+    def on_end(self, finished: Any) -> None:
+        self.told.append("end")
 
 
 class Act(Watch):
@@ -321,9 +322,9 @@ def test_an_observer_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCap
     assert not traceback_record.screen  # type: ignore[attr-defined]
     assert traceback_record.exc_info
     made.on_log(LogRecord(2, 2, {}))
-    made.on_evaluate(None)  # type: ignore[arg-type]
+    made.on_end(None)  # type: ignore[arg-type]
     assert bad.told == ["log"]  # type: ignore[attr-defined]
-    assert other.told == ["evaluate"]  # type: ignore[attr-defined]
+    assert other.told == ["end"]  # type: ignore[attr-defined]
     assert len(caplog.records) == 2
 
 

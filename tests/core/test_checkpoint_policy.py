@@ -12,6 +12,7 @@ import pytest
 import toys
 from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.checkpoint.checkpoint import found
+from forge_train.contract.events import Evaluation
 from forge_train.loop import checkpoint_policy
 from forge_train_tools.testing import TinyRun
 from saving import ASYNC, stepping
@@ -84,8 +85,9 @@ class Scores(Plugin):
     values = (3.0, 5.0, float("nan"), 2.0, 4.0, 1.0, 6.0, 5.5)
 
     @hookimpl
-    def on_evaluate(self, evaluation: Any) -> None:
-        evaluation.add("score", self.values[evaluation.step - 1])
+    def on_log(self, record: Any) -> None:
+        if isinstance(record, Evaluation):
+            record.add("score", self.values[record.step - 1])
 
     @hookimpl
     def on_step(self, step: Any) -> None:

@@ -13,6 +13,7 @@ import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, ForgeError, Plugin, PluginError, Transform, hookimpl, section
 from forge_train.base.errors import explain
+from forge_train.contract.events import Evaluation
 
 pytestmark = [pytest.mark.unit]
 
@@ -50,7 +51,11 @@ def stranger(self: Any, model: Any) -> torch.optim.Optimizer:
             "the metric 'mine.x' must be a number or a 0-dim tensor, f",
         ),
         ("on_step", lambda self, step: step.add("x", torch.zeros(3)), "found shape [3]."),
-        ("on_evaluate", lambda self, evaluation: evaluation.add("x", None), "the metric 'mine.x' must be a number"),
+        (
+            "on_log",
+            lambda self, record: record.add("x", None) if isinstance(record, Evaluation) else None,
+            "the metric 'mine.x' must be a number",
+        ),
         ("on_step", leave, "exits (3). To end the run, use job.control.stop."),
         ("optimizer", part_of, "6 of 8 trainable parameters are in no group (layers.0.norm.weight, "),
         ("optimizer", stranger, "it holds parameters that are not the model's."),

@@ -28,6 +28,7 @@ from forge_train import (
     hookimpl,
     section,
 )
+from forge_train.contract.events import Evaluation
 from forge_train_kit import hookspecs
 
 pytestmark = pytest.mark.unit
@@ -502,8 +503,8 @@ def test_all_five_spans_are_entered_around_what_they_name(tmp_path: Path) -> Non
             seen.append("step")
 
         @hookimpl
-        def on_evaluate(self, evaluation: Any) -> None:
-            seen.append("evaluated")
+        def on_log(self, record: Any) -> None:
+            seen.append("evaluated" if isinstance(record, Evaluation) else "logged")
 
         @hookimpl
         def on_checkpoint(self, event: Any) -> None:
@@ -512,6 +513,7 @@ def test_all_five_spans_are_entered_around_what_they_name(tmp_path: Path) -> Non
     toys.run(tmp_path, Spans, steps=1, config={"train.evaluate_every": 1})
     assert seen == [
         *("+step", "+forward_backward", "-forward_backward", "gradients", "+optimizer", "-optimizer", "-step", "step"),
+        "logged",
         *("+evaluate", "-evaluate", "evaluated"),
         *("+save", "saving", "saved", "-save"),
     ]

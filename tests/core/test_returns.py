@@ -179,7 +179,6 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "on_gradients": [(False, "expected None, found False")],
     "on_step": [(generator(), "found a generator"), (False, "found False"), ({"loss": 1}, "found a dict")],
     "on_log": [({}, "expected None, found a dict")],
-    "on_evaluate": [(0.1, "expected None, found 0.1")],
     "on_checkpoint": [(True, "expected None, found True")],
     "on_end": [("bye", "expected None, found 'bye'")],
     "checkpoint_copies": [
@@ -244,7 +243,6 @@ def blamed(folder: Path, plugin: type[Plugin], **more: Any) -> str:
 
 SETTINGS = {
     "initial_weights": {"train.init_from": "weights.npz"},
-    "on_evaluate": {"train.evaluate_every": 1},
     "evaluators": {"train.evaluate_every": 1},
     "on_checkpoint": {"checkpoint.every": 1},
 }

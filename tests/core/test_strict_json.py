@@ -13,6 +13,7 @@ import pytest
 import toys
 from forge_train import DivergedError, ForgeError, Plugin, hookimpl
 from forge_train.base.strict_json import dumps, loads
+from forge_train.contract.events import Evaluation
 from forge_train.run.records import read
 from forge_train.run.run import Run
 
@@ -65,8 +66,9 @@ class Spoils(Plugin):
         step.add("best", INF)
 
     @hookimpl
-    def on_evaluate(self, evaluation: Any) -> None:
-        evaluation.add("worst", -INF)
+    def on_log(self, record: Any) -> None:
+        if isinstance(record, Evaluation):
+            record.add("worst", -INF)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": INF, "history": [NAN, 1.0]}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import toys
 from forge_train import ForgeError, Plugin, hookimpl, section
 from forge_train.config import Request
+from forge_train.contract.events import Evaluation
 from forge_train.mesh.layout import Layout, named
 from forge_train_tools import verification
 from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult
@@ -64,8 +65,9 @@ class Meddler(Plugin):
 
 class AtEvaluation(Meddler):
     @hookimpl
-    def on_evaluate(self, evaluation: Any) -> None:
-        self.move_weights()
+    def on_log(self, record: Any) -> None:
+        if isinstance(record, Evaluation):
+            self.move_weights()
 
 
 class AtSaving(Meddler):
@@ -97,8 +99,9 @@ class Watches(Meddler):
     """Looks, and changes nothing."""
 
     @hookimpl
-    def on_evaluate(self, evaluation: Any) -> None:
-        assert evaluation.loss > 0
+    def on_log(self, record: Any) -> None:
+        if isinstance(record, Evaluation):
+            assert record.loss > 0
 
     @hookimpl
     def on_checkpoint(self, event: Any) -> None:
@@ -114,7 +117,7 @@ def test_a_plugin_that_looks_on_is_not_called_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plugin", "part", "says"),
     [
-        ("AtEvaluation", "evaluation", r"Plugin 'at_evaluation' .*, hook on_evaluate \(.*\) changes layers\.0\.up"),
+        ("AtEvaluation", "evaluation", r"Plugin 'at_evaluation' .*, hook on_log \(.*\) changes layers\.0\.up"),
         ("AtSaving", "checkpoint", r"Plugin 'at_saving' .*, hook on_checkpoint \(.*\) changes optimizer\..*exp_avg"),
         ("AtSaved", "checkpoint", r"Plugin 'at_saved' .*, hook on_checkpoint \(.*\) changes optimizer\..*exp_avg"),
         ("Around", "evaluation", r"Evaluating changes layers\.0\.up\.weight: evaluating and saving must leave"),

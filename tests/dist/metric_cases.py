@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_train import Batch, BatchPhase, Job, Metric, Plugin, PrepareBatch, hookimpl
+from forge_train import Batch, BatchPhase, Job, LogRecord, Metric, Plugin, PrepareBatch, hookimpl
 from forge_train_tools.testing import run_forge
 
 
@@ -54,7 +54,8 @@ class Observing(Plugin):
 
     @hookimpl
     def on_log(self, record: Any) -> None:
-        Observing.histograms.append([list(record.histograms["observing.histogram"].counts)])
+        if isinstance(record, LogRecord):
+            Observing.histograms.append([list(record.histograms["observing.histogram"].counts)])
 
     histograms: list[Any] = []
 

@@ -184,10 +184,6 @@ class Peeking(Plugin):
     def on_log(self, record: Any) -> None:
         self._ask()
 
-    @hookimpl
-    def on_evaluate(self, evaluation: Any) -> None:
-        self._ask()
-
     def _ask(self) -> None:
         assert self.job.step.batch is None
         self.found.append(len(self.job.step.batches))

@@ -187,7 +187,6 @@ def test_a_failing_logger_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptur
 
         parameters = {
             "on_log": "record",
-            "on_evaluate": "evaluation",
             "on_checkpoint": "event",
             "on_end": "finished",
         }
@@ -195,13 +194,13 @@ def test_a_failing_logger_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptur
         exec(f"def {hook}(self, {parameters[hook]}): fail(self)", space)  # arguments are given by name
         return type(f"Bad{hook.title().replace('_', '')}", (Plugin,), {hook: hookimpl(space[hook])})
 
-    plugins = [failing(hook) for hook in ("on_log", "on_evaluate", "on_checkpoint", "on_end")]
+    plugins = [failing(hook) for hook in ("on_log", "on_checkpoint", "on_end")]
     config = {"train.evaluate_every": 2, "checkpoint.every": 2}
     run = toys.run(tmp_path, *plugins, toys.Noise, config=config, name="a")
     assert run.finished.outcome == "done"
     assert run.numbers == toys.run(tmp_path, toys.Noise, config=config, name="b").numbers
-    assert sorted(failures) == ["on_checkpoint", "on_end", "on_evaluate", "on_log"]  # each once
-    assert caplog.text.count("is left out from here on") == 4
+    assert sorted(failures) == ["on_checkpoint", "on_end", "on_log"]  # each once
+    assert caplog.text.count("is left out from here on") == 3
     assert [saved.step for saved in found(run.run / "checkpoints")] == [4, 2]
 
 

@@ -215,7 +215,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Console:
 
 def test_plain_lines(plugin: Console, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plugin.on_log(record(10, 4.13649))
-    plugin.on_evaluate(evaluation(10))
+    plugin.on_log(evaluation(10))
     plugin.on_checkpoint(CheckpointEvent("saving", 10, tmp_path / "step-00000010"))
     plugin.on_checkpoint(CheckpointEvent("saved", 10, tmp_path / "step-00000010"))
     plugin.on_end(Finished("done", 100, 2.0, 0, tmp_path))
@@ -251,7 +251,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     silent = Console(Console.Config())
     silent.on_start(SimpleNamespace(dist=SimpleNamespace(main=False)), None)  # type: ignore[arg-type]  # stand-ins
     silent.on_log(record(1))
-    silent.on_evaluate(evaluation(1))
+    silent.on_log(evaluation(1))
     silent.on_end(Finished("failed", 1, None, 1, Path(), error=RuntimeError()))
     assert capsys.readouterr().out == ""
 

@@ -75,7 +75,7 @@ class TestEvaluation:
     @staticmethod
     def evaluate(text: object, loss: float) -> dict[str, float]:
         evaluation = Evaluation(step=1, loss=loss, tokens=10, owner="text")
-        text.on_evaluate(evaluation)  # type: ignore[attr-defined]
+        text.on_log(evaluation)  # type: ignore[attr-defined]
         return evaluation.metrics
 
     def test_bytes(self, tmp_path: Path, data: Path) -> None:

@@ -136,7 +136,7 @@ class LogRecord:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Results of an evaluation (`on_evaluate`)."""
+    """Results of an evaluation (`on_log`, as soon as it is done)."""
 
     step: int
     loss: float

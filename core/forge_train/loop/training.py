@@ -154,7 +154,7 @@ class Training:
         with self._meter.paused(), self._around_evaluate():
             found = evaluations.run(self.progress.step)
         self.stepper.waited = waited
-        self.job.hooks.on_evaluate(found)
+        self.job.hooks.on_log(found)
         self._event("evaluation", loss=found.loss, tokens=found.tokens, metrics=found.metrics)
         self.policy.measured(self.progress.step, {"loss": found.loss, **found.metrics}, evaluation=True)
 

@@ -150,11 +150,8 @@ class Hooks(Caller):
     def on_step(self, step: StepResult) -> None:
         self._calls.tell("on_step", "step", step)
 
-    def on_log(self, record: LogRecord) -> None:
-        self._calls.tell("on_log", "record", record)
-
-    def on_evaluate(self, evaluation: Evaluation, only: str | None = None) -> None:
-        self._calls.tell("on_evaluate", "evaluation", evaluation, only)
+    def on_log(self, record: LogRecord | Evaluation, only: str | None = None) -> None:
+        self._calls.tell("on_log", "record", record, only)
 
     def on_checkpoint(self, event: CheckpointEvent, only: str | None = None) -> None:
         self._calls.tell("on_checkpoint", "event", event, only)

@@ -192,13 +192,8 @@ def on_step(step: StepResult) -> None:
 
 
 @hookspec("event", observes=True)
-def on_log(record: LogRecord) -> None:
-    """A line of metrics.jsonl was written."""
-
-
-@hookspec("event", observes=True)
-def on_evaluate(evaluation: Evaluation) -> None:
-    """An evaluation on held-out data is done."""
+def on_log(record: LogRecord | Evaluation) -> None:
+    """A line of metrics.jsonl was written, or an evaluation on held-out data is done."""
 
 
 @hookspec("event", observes=True)

@@ -78,7 +78,7 @@ def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
         load_extra(job)
         source.load(model, job)
         found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(source.step)
-        hooks.on_evaluate(found)
+        hooks.on_log(found)
         unlike = [
             name
             for name, one in hooks.enabled.items()

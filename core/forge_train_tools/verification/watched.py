@@ -158,9 +158,9 @@ class Watched(Watcher):
             found = Evaluations(self.stepper, held_out).run(self.progress.step, batches=1)
         self.seen.evaluation = [loss, found.loss]
         hooks = self.job.hooks
-        for name in hooks.implementers("on_evaluate"):
-            with self.leaves_alone("evaluation", hooks.whose("on_evaluate", name)), _silently():
-                hooks.on_evaluate(found, only=name)
+        for name in hooks.implementers("on_log"):
+            with self.leaves_alone("evaluation", hooks.whose("on_log", name)), _silently():
+                hooks.on_log(found, only=name)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, as a run does."""

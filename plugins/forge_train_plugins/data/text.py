@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Volatile, hookimpl, section
 from forge_train.base.errors import Problem
-from forge_train.contract.events import Evaluation, Finished
+from forge_train.contract.events import Evaluation, Finished, LogRecord
 from forge_train.contract.protocols import Loader
 from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
@@ -120,15 +120,15 @@ class Text(DataPlugin):
         return example(job, isolate=self.config.isolate)
 
     @hookimpl
-    def on_evaluate(self, evaluation: Evaluation) -> None:
+    def on_log(self, record: LogRecord | Evaluation) -> None:
         part = self._held_out
-        if part is None:
+        if part is None or not isinstance(record, Evaluation):
             return
         unpredicted = len(part.ends) if self.config.isolate else 1
         tokens_per_byte = (len(part.tokens) - unpredicted) / part.bytes
-        evaluation.add("bits_per_byte", evaluation.loss / math.log(2) * tokens_per_byte)
+        record.add("bits_per_byte", record.loss / math.log(2) * tokens_per_byte)
         if self.config.baseline and self._trigram is not None:
-            evaluation.add("trigram_bits_per_byte", self._trigram)
+            record.add("trigram_bits_per_byte", self._trigram)
 
     @hookimpl
     def on_end(self, finished: Finished) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import Batch, ConfigError, FilePath, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
-from forge_train.contract.events import Evaluation
+from forge_train.contract.events import Evaluation, LogRecord
 from forge_train.contract.protocols import Loader
 from forge_train_kit.data.plugin import (
     DataPlugin,
@@ -128,12 +128,14 @@ class Tokens(DataPlugin):
         yield "pack", packed(config.packing, job, isolate=config.isolate, rows=rows.count)
 
     @hookimpl
-    def on_evaluate(self, evaluation: Evaluation) -> None:
+    def on_log(self, record: LogRecord | Evaluation) -> None:
+        if not isinstance(record, Evaluation):
+            return
         from forge_train_kit.data.tokens import tokens_per_byte
 
         per_byte = tokens_per_byte(Path(self.config.path), isolate=self.config.isolate)
         if per_byte is not None:
-            evaluation.add("bits_per_byte", evaluation.loss / math.log(2) * per_byte)
+            record.add("bits_per_byte", record.loss / math.log(2) * per_byte)
 
     @property
     def _apart(self) -> bool:

@@ -48,16 +48,15 @@ class Console(Plugin):
             self._face = Lines(self._board)
 
     @hookimpl
-    def on_log(self, record: LogRecord) -> None:
-        if self._board and self._face:
+    def on_log(self, record: LogRecord | Evaluation) -> None:
+        if not (self._board and self._face):
+            return
+        if isinstance(record, Evaluation):
+            self._board.evaluation = record
+            self._face.evaluate()
+        else:
             self._board.log(record)
             self._face.log()
-
-    @hookimpl
-    def on_evaluate(self, evaluation: Evaluation) -> None:
-        if self._board and self._face:
-            self._board.evaluation = evaluation
-            self._face.evaluate()
 
     @hookimpl
     def on_checkpoint(self, event: CheckpointEvent) -> None:
