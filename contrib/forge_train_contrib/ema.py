@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import Gt, Lt, Model, Plugin, Span, SpanName, StepResult, hookimpl, section
+from forge_train import EvaluatedWeights, Gt, Lt, Model, Plugin, Span, SpanName, StepResult, hookimpl, section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,11 +47,9 @@ class EMA(Plugin):
 
     @hookimpl
     def around(self, span: SpanName) -> Span | None:
-        return self._averaged if span == "evaluate" else None
-
-    @hookimpl
-    def evaluation_weights(self) -> Mapping[str, float]:
-        return {"plugins.ema.average.{name}": 1.0}
+        if span != "evaluate":
+            return None
+        return EvaluatedWeights(self._averaged, {"plugins.ema.average.{name}": 1.0})
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

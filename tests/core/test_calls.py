@@ -27,6 +27,7 @@ from forge_train import (
     Batch,
     BatchPhase,
     ConfigError,
+    ExtraModel,
     InitialWeights,
     LogRecord,
     Phase,
@@ -561,13 +562,17 @@ def test_spans_nest_in_the_order_of_names() -> None:
 
 def test_questions_collect_or_have_one_answer() -> None:
     def plugin(name: str, answer: Any) -> Plugin:
-        return make(type(name, (Plugin,), {"evaluation_weights": hookimpl(lambda self, job: answer)}))
+        return make(type(name, (Plugin,), {"extra_models": hookimpl(lambda self, job: answer)}))
 
-    weights = {"model.{name}": 1.0}
-    assert hooks(plugin("A", None), plugin("B", weights)).evaluation_weights() is weights
-    assert hooks(plugin("A", None)).evaluation_weights() == {}
-    with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both answer evaluation_weights"):
-        hooks(plugin("A", weights), plugin("B", weights)).evaluation_weights()
+    def only(*plugins: Plugin) -> Any:
+        made = hooks(*plugins)
+        return made.only(SPECS["extra_models"], {"job": made.job})
+
+    models = [ExtraModel("teacher")]
+    assert only(plugin("A", None), plugin("B", models)) is models
+    assert only(plugin("A", None)) is None
+    with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both answer extra_models"):
+        only(plugin("A", models), plugin("B", models))
 
 
 def test_a_thing_that_no_plugin_need_claim(tmp_path: Path) -> None:

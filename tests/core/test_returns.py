@@ -122,7 +122,6 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ("accuracy", "expected an Evaluator, a list of Evaluator or None, found 'accuracy'"),
         ([3], "found a list, and in it 3"),
     ],
-    "evaluation_weights": [("ema", "expected a dictionary of number or None, found 'ema'")],
     "metrics": [
         ([], "expected a dictionary of Metric or None, found a list"),
         ({"loss": 1.0}, "found a dict, and in it 1.0"),
@@ -202,7 +201,6 @@ def test_every_hook_refuses_wrong_values(hook: str) -> None:
         "attention_kernel": [],
         "loss": [],
         "around": [Bare, generator, object],
-        "evaluation_weights": [{"a": 1}],
     }
     assert accepted == functions.get(hook, [])
 

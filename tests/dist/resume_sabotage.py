@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forge_train import hookimpl
+from forge_train import EvaluatedWeights, Span, SpanName, hookimpl
 from forge_train_contrib.ema import EMA
 from forge_train_plugins.data.text import Text
 
@@ -58,8 +58,10 @@ class _Average(EMA):
     own = ""
 
     @hookimpl
-    def evaluation_weights(self) -> dict[str, float]:
-        return {f"plugins.{self.own}.average.{{name}}": 1.0}
+    def around(self, span: SpanName) -> Span | None:
+        if span != "evaluate":
+            return None
+        return EvaluatedWeights(self._averaged, {f"plugins.{self.own}.average.{{name}}": 1.0})
 
 
 class SavedWeights(_Average):

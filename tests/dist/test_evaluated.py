@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
-from forge_train import Plugin, PluginError, hookimpl
+from forge_train import EvaluatedWeights, Plugin, PluginError, Span, SpanName, hookimpl
 from forge_train_contrib.ema import EMA
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.offline.hf_import import import_checkpoint
@@ -70,10 +72,11 @@ class Nowhere(Plugin):
     """Names a state that there is not."""
 
     api = (1, 0)
+    terms: Any = MappingProxyType({"optimizer.state.{name}.average": 1.0})
 
     @hookimpl
-    def evaluation_weights(self) -> Mapping[str, float]:
-        return {"optimizer.state.{name}.average": 1.0}
+    def around(self, span: SpanName) -> Span | None:
+        return EvaluatedWeights(nullcontext, self.terms) if span == "evaluate" else None
 
 
 class Two(Nowhere):
@@ -81,12 +84,16 @@ class Two(Nowhere):
 
 
 def test_what_is_not_there_is_told_after_the_first_step(run_forge: RunForge) -> None:
-    with pytest.raises(
-        PluginError, match=r"hook evaluation_weights .*'optimizer.state.{name}.average' names no tensor"
-    ):
+    with pytest.raises(PluginError, match=r"hook around .*'optimizer.state.{name}.average' names no tensor"):
         run_forge([Nowhere], steps=2)
 
 
+def test_terms_that_are_no_numbers_are_told_before_the_first_step(run_forge: RunForge) -> None:
+    wrong = type("Wrong", (Nowhere,), {"terms": {"model.{name}": "all"}})
+    with pytest.raises(PluginError, match=r"'wrong'.*hook around .*`terms` must be a dictionary of number, .*'all'"):
+        run_forge([wrong], steps=1)
+
+
 def test_two_that_want_other_weights_are_refused(run_forge: RunForge) -> None:
-    with pytest.raises(Exception, match="Plugins 'nowhere' and 'two' both answer evaluation_weights"):
+    with pytest.raises(Exception, match="Plugins 'nowhere' and 'two' both evaluate other weights than those trained"):
         run_forge([Nowhere, Two], steps=2)

@@ -1,4 +1,4 @@
-"""The weights that evaluations take, where a checkpoint holds others to train on with (`evaluation_weights`)."""
+"""The weights that evaluations take, where a checkpoint holds others to train on with (`EvaluatedWeights`)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check(declared: Mapping[str, float], tensors: Mapping[str, Tensor], whose: s
     """Check that the tensors a plugin declares for evaluations exist.
 
     Args:
-        declared: as returned by `evaluation_weights`.
+        declared: the terms of `EvaluatedWeights`.
         tensors: of the model, the optimizer and the plugins, by their names in a checkpoint.
         whose: the plugin and its hook.
 

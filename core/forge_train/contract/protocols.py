@@ -169,6 +169,21 @@ Span = Callable[[], AbstractContextManager[Any]]
 """`around`: makes a context manager for one pass through the span."""
 
 
+@dataclass(frozen=True)
+class EvaluatedWeights:
+    """Span `evaluate` of a plugin that evaluates other weights than those trained, and says how to make them from a
+    checkpoint: `forge eval`, generation, exports, `train.init_from` and teachers then need neither plugin nor copy."""
+
+    span: Span
+    """Puts the weights in, and the trained ones back."""
+    terms: Mapping[str, float]
+    """Tensors of a checkpoint → their factors in a sum; `{name}` stands for a parameter's name. A parameter for which
+    a tensor is missing, such as a frozen one, is evaluated as it is."""
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return self.span()
+
+
 @dataclass(frozen=True, slots=True)
 class CopiedCheckpoint:
     """A checkpoint at another place."""

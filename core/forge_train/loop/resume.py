@@ -62,7 +62,7 @@ def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> d
         "model": kept(stepper.model, job) if base else stepper.model.state_dict(),
         "base": dataclasses.asdict(base) if base else None,
         "optimizer": optimizer,
-        "evaluation": dict(job.hooks.evaluation_weights()),
+        "evaluation": dict(stepper.evaluated[1].terms) if stepper.evaluated else {},
         "odd": {kind: sorted({name for odd in stages for name in odd[kind]}) for kind in stages[0]},
         "schedule": stepper.schedule.state_dict(),
         "loss_scale": stepper.loss_scale.state_dict() if stepper.loss_scale else None,
@@ -90,10 +90,11 @@ def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
     state = optimizer_state(stepper.optimizer, stepper.model)
     tensors: dict[str, Tensor] = {}
     split(state, "optimizer", tensors)
-    if state["state"] and (declared := job.hooks.evaluation_weights()):
+    if state["state"] and stepper.evaluated:
+        name, declared = stepper.evaluated
         split({name: plugin.state_dict() for name, plugin in _stateful(job)}, "plugins", tensors)
         split(stepper.model.state_dict(), "model", tensors)
-        evaluated.check(declared, tensors, job.hooks.whose("evaluation_weights"))
+        evaluated.check(declared.terms, tensors, job.hooks.whose("around", name))
     check_alike(state, stepper.model, job.dist)
     state["param_groups"] = merged_groups(job.dist.gather_stages(state["param_groups"]))
     return state

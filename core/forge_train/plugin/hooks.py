@@ -15,6 +15,7 @@ from ..contract.metric import Metric
 from ..contract.model import InitialWeights
 from ..contract.protocols import (
     CheckpointCopies,
+    EvaluatedWeights,
     Evaluator,
     Executor,
     Loader,
@@ -29,6 +30,7 @@ from ..contract.transform import Transform
 from . import hookspecs
 from .calling import Caller
 from .guards import Guarded, Prepare, first_state, preparing
+from .returns import kind_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,8 +133,23 @@ class Hooks(Caller):
         """Every evaluator, with whose it is."""
         return [(self.whose("evaluators", name), one) for name, one in self._each("evaluators", Evaluator)]
 
-    def evaluation_weights(self) -> Mapping[str, float]:
-        return self.only(hookspecs.evaluation_weights, {"job": self.job}) or {}
+    def evaluated_weights(self) -> dict[str, EvaluatedWeights]:
+        """Plugin → its answer for the span `evaluate`, if that puts other weights in and says which.
+
+        Raises:
+            ConfigError: if several plugins do.
+            PluginError: if terms are not numbers by name.
+        """
+        answers = self._calls.collect("around", {"span": "evaluate", "job": self.job})
+        given = {name: one for name, one in answers if isinstance(one, EvaluatedWeights)}
+        if len(given) > 1:
+            names, way_out = self._several(list(given.items()))
+            raise ConfigError(f"Plugins {names} both evaluate other weights than those trained; {way_out}.")
+        kind = kind_of(Mapping[str, float])
+        for name, one in given.items():
+            if text := kind.problem(one.terms):
+                raise PluginError(f"{self.whose('around', name)}: `terms` must be {kind.words}, {text}.")
+        return given
 
     def metrics(self, model: Model) -> dict[str, Metric]:
         """Every plugin's metrics, as `plugin.name`."""

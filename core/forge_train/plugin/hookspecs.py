@@ -153,11 +153,6 @@ def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
     """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
 
 
-@hookspec("questions")
-def evaluation_weights(job: Job) -> Mapping[str, float] | None:
-    """The weights that a checkpoint is evaluated and exported with, if not its own: factors of its tensors in a sum."""
-
-
 @hookspec("questions", observes=True, used_later=True)
 def metrics(model: Model, job: Job) -> Mapping[str, Metric] | None:
     """Numbers that this plugin observes, by name, added up over ranks, logged as `plugin.name`; asked at start-up."""

@@ -82,6 +82,8 @@ class Stepper(Forward):
         _check_parameters(job, model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.tokenizer = tokenizer_digest(job)
+        self.evaluated = next(iter(job.hooks.evaluated_weights().items()), None)
+        """The plugin that evaluates other weights than those trained, and which."""
         self._around_backward = job.hooks.span("forward_backward")
         self._around_optimizer = job.hooks.span("optimizer")
 

@@ -11,7 +11,6 @@ from typing import Any
 from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
 from forge_train.loop.weights import load_extra
-from forge_train.plugin.calls import implemented
 from forge_train.step.evaluation import Evaluations
 from forge_train.step.forward import Forward
 
@@ -79,9 +78,6 @@ def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
         source.load(model, job)
         found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(source.step)
         hooks.on_log(found)
-        unlike = [
-            name
-            for name, one in hooks.enabled.items()
-            if {"around", "evaluation_weights"} & {*implemented(one.cls)} == {"around"} and name in own
-        ]
+        known = hooks.evaluated_weights()
+        unlike = [name for name in hooks.implementers("around") if name in own and name not in known]
         return Evaluated(str(path), found.step, world, found.loss, found.tokens, found.metrics, tuple(unlike))

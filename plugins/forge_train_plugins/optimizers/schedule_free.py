@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import Ge, Gt, Lt, Plugin, Problem, Schedule, Span, SpanName, hookimpl, section
+from forge_train import EvaluatedWeights, Ge, Gt, Lt, Plugin, Problem, Schedule, Span, SpanName, hookimpl, section
 from forge_train_kit.sections import ParameterGroup, StateDtypes
 
 if TYPE_CHECKING:
@@ -79,14 +79,12 @@ class ScheduleFree(Plugin):
 
     @hookimpl
     def around(self, span: SpanName) -> Span | None:
-        from ._schedule_free import averaged
+        from ._schedule_free import averaged, shares
 
         if span != "evaluate":
             return None
-        return lambda: averaged(self._optimizer, self.config.betas[0]) if self._optimizer else nullcontext()
-
-    @hookimpl
-    def evaluation_weights(self) -> Mapping[str, float]:
-        from ._schedule_free import shares
-
-        return dict(zip(("model.{name}", "optimizer.state.{name}.z"), shares(self.config.betas[0]), strict=True))
+        beta, names = self.config.betas[0], ("model.{name}", "optimizer.state.{name}.z")
+        return EvaluatedWeights(
+            lambda: averaged(self._optimizer, beta) if self._optimizer else nullcontext(),
+            dict(zip(names, shares(beta), strict=True)),
+        )
