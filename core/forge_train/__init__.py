@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .contract.batch import PrepareStep as PrepareStep
     from .contract.events import CheckpointEvent as CheckpointEvent
     from .contract.events import Evaluation as Evaluation
-    from .contract.events import FailedRun as FailedRun
     from .contract.events import Finished as Finished
     from .contract.events import LogRecord as LogRecord
     from .contract.events import StepResult as StepResult
@@ -83,7 +82,7 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "contract.attention": "KernelCapabilities",
         "contract.auxiliary": "attach_loss",
         "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
-        "contract.events": "CheckpointEvent Evaluation FailedRun Finished LogRecord StepResult Update",
+        "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
         "contract.extra": "ExtraModel",
         "contract.facts": "Fact",
         "plugin.job": "Job",

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from .base import disk
@@ -18,7 +19,7 @@ from .base.lock import Lock
 from .checkpoint import checkpoint
 from .compose.compose import Composition
 from .config.layers import DEFAULT
-from .contract.events import FailedRun, Finished, Outcome
+from .contract.events import Finished, Outcome
 from .contract.model import Model
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.resume import check_allowed, compare
@@ -27,7 +28,6 @@ from .loop.saver import repair_finished
 from .loop.start import Start, changed_values, claim, unclaim
 from .loop.training import Training
 from .mesh.axes import CONFIGURED
-from .plugin import hookspecs
 from .plugin.job import Job
 from .registry.setup import Setup
 from .registry.write import to_toml
@@ -110,10 +110,9 @@ def train(
             return training.run()
         except BaseException as error:
             hooks.note_plugin(error)
-            explained = _explained(job, training, model, error)
-            _record_failure(job, training, explained or error)
-            if explained:
-                raise explained from error
+            shown = _record_failure(job, training, model, error)
+            if shown is not error:
+                raise shown from error
             raise
 
 
@@ -174,38 +173,36 @@ def _describe_again(job: Job, *, fresh: bool) -> None:
     )
 
 
-def _explained(job: Job, training: Training | None, model: Model | None, error: BaseException) -> ForgeError | None:
-    """Return the error that a plugin shows in place of another; None if no plugin explains it."""
-    step, optimizer = (training.progress.step, training.stepper.optimizer) if training else (0, None)
-    try:
-        answers = hookspecs.explain_error(FailedRun(error, step, model, optimizer, _log_file(job)), job)
-    except Exception as another:  # the error that ended the run is what must be shown
-        log.warning("Nor could the error be explained: %s", describe(another))
-        return None
-    for _, explained in answers:
-        log.error("The run failed.", exc_info=error, extra={"screen": False})
-        explained.__cause__ = error  # which knows the phase and the plugin that it was raised in
-        return explained
-    return None
-
-
-def _record_failure(job: Job, training: Training | None, error: BaseException) -> None:
-    """Write down how the run failed, and tell the plugins; the error propagates."""
-    step, loss = (training.progress.step, training.loss) if training else (0, None)
-    failure, code = Failure.of(error, job.dist.rank), getattr(error, "code", 1)
-    refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
+def _record_failure(job: Job, training: Training | None, model: Model | None, error: BaseException) -> BaseException:
+    """Write down how the run failed, and tell the plugins. Returns the error to show: this one, or one that a plugin
+    explains it by."""
+    step, loss, optimizer = (
+        (training.progress.step, training.loss, training.stepper.optimizer) if training else (0, None, None)
+    )
     outcome: Outcome = "diverged" if isinstance(error, DivergedError) else "failed"
+    code, began, rank = getattr(error, "code", 1), time.time(), job.dist.rank
     finished = Finished(outcome, step, loss, code, job.run.dir, describe(error), error=error)
-    records: list[Callable[[], object]] = [lambda: job.hooks.on_end(finished)]
-    if job.dist.main and not refused:
-        records.insert(0, lambda: job.run.fail(failure, code, step, loss))
+    finished.model, finished.optimizer, finished.log = model, optimizer, _log_file(job)
+    refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
     full = isinstance(error, disk.DiskError)
-    for record in records:
+
+    def record(write: Callable[[], object]) -> None:
         try:
-            record()
+            write()
         except Exception as another:  # a full disk, or a plugin: what went wrong first is what is told
             told = log.info if full and isinstance(another, (OSError, disk.DiskError)) else log.warning
             told("Nor could it be recorded how the run ended: %s", describe(another))
+
+    if job.dist.main and not refused:
+        record(lambda: job.run.fail(Failure.of(error, rank), code, step, loss))
+    for name in job.hooks.implementers("on_end"):  # one that fails keeps no other from closing its files
+        record(partial(job.hooks.on_end, finished, only=name))
+    shown = finished.error or error
+    if finished.explained:
+        log.error("The run failed.", exc_info=error, extra={"screen": False})
+        if job.dist.main and not refused:
+            record(lambda: job.run.fail_again(Failure.of(shown, rank), finished.code, step, since=began))
+    return shown
 
 
 def _found(job: Job, start: Start) -> Path | None:

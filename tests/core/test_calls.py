@@ -360,7 +360,7 @@ def test_who_is_an_observer() -> None:
     assert EnabledPlugin(found, Watch).observer
     assert not EnabledPlugin(found, Act).observer
     for hook in [name for name, spec in SPECS.items() if spec.observes]:
-        assert SPECS[hook].kind == "event" or hook in ("metrics", "explain_error")
+        assert SPECS[hook].kind == "event" or hook == "metrics"
 
 
 def test_an_observer_can_be_muted_and_nobody_else() -> None:

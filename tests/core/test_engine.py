@@ -18,7 +18,6 @@ from forge_cli import environment, start
 from forge_train import (
     ConfigError,
     DivergedError,
-    FailedRun,
     Finished,
     ForgeError,
     Plugin,
@@ -422,7 +421,7 @@ class NoRouteError(ForgeError):
 
 
 def test_a_plugin_explains_an_error_in_its_own_words(tmp_path: Path) -> None:
-    seen: list[FailedRun] = []
+    seen: list[tuple[int, BaseException | None, bool, bool, Path | None]] = []
     told: list[BaseException | None] = []
 
     class Bad(Plugin):
@@ -433,23 +432,30 @@ def test_a_plugin_explains_an_error_in_its_own_words(tmp_path: Path) -> None:
 
     class Explains(Plugin):
         @hookimpl
-        def explain_error(self, failed: FailedRun) -> ForgeError | None:
-            seen.append(failed)
-            return NoRouteError("The license server can't be reached.") if isinstance(failed.error, OSError) else None
+        def on_end(self, finished: Finished) -> None:
+            made = finished.model is not None, finished.optimizer is not None
+            seen.append((finished.step, finished.error, *made, finished.log))
+            if isinstance(finished.error, OSError):
+                finished.explain(NoRouteError("The license server can't be reached."))
 
+    class Told(Plugin):
         @hookimpl
         def on_end(self, finished: Finished) -> None:
             told.append(finished.error)
+            finished.explain(ForgeError("The second explanation."))
 
     with pytest.raises(NoRouteError, match="license server") as caught:
-        toys.run(tmp_path, Bad, Explains, name="a")
+        toys.run(tmp_path, Bad, Explains, Told, name="a")
     assert told == [caught.value]
     assert isinstance(caught.value.__cause__, OSError)
-    (failed,) = seen
-    assert (failed.step, failed.error) == (3, caught.value.__cause__)
-    assert failed.model is not None
-    assert failed.optimizer is not None
-    assert "errno 113" in failed.log.read_text(encoding="utf-8")
+    ((*failed, file),) = seen
+    assert failed == [3, caught.value.__cause__, True, True]
+    assert file is not None
+    assert "errno 113" in file.read_text(encoding="utf-8")
+    ended = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [one["reason"] for one in ended if one["event"] == "run_finished"] == [
+        "The license server can't be reached."
+    ]
     outcome = json.loads((tmp_path / "a" / "outcome.json").read_text(encoding="utf-8"))
     assert (outcome["outcome"], outcome["code"], outcome["error"]["type"]) == ("failed", 4, "communication")
     assert outcome["error"]["message"] == "The license server can't be reached."
@@ -465,12 +471,42 @@ def test_a_plugin_that_fails_to_explain_an_error_hides_nothing(
 
     class Explains(Plugin):
         @hookimpl
-        def explain_error(self, failed: FailedRun) -> ForgeError | None:
+        def on_end(self, finished: Finished) -> None:
             raise KeyError("the second")
 
     with pytest.raises(LookupError, match="the first"):
         toys.run(tmp_path, Bad, Explains)
-    assert "Nor could the error be explained: KeyError: 'the second'" in caplog.text
+    assert "failed in on_end and is left out from here on: KeyError: 'the second'" in caplog.text
+
+
+def test_a_plugin_that_fails_at_the_end_of_a_failed_run_keeps_no_other_from_closing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[str] = []
+
+    class Bad(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            raise LookupError("the first")
+
+        @hookimpl
+        def on_end(self, finished: Finished) -> None:
+            raise KeyError("the second")
+
+    class Closes(Plugin):
+        @hookimpl
+        def on_end(self, finished: Finished) -> None:
+            closed.append(finished.outcome)
+
+    with pytest.raises(LookupError, match="the first"):
+        toys.run(tmp_path, Bad, Closes)
+    assert closed == ["failed"]
+    assert "Nor could it be recorded how the run ended: KeyError: 'the second'" in caplog.text
+
+
+def test_only_an_error_can_be_explained(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="the run is done; only an error can be explained"):
+        Finished("done", 1, None, 0, tmp_path).explain(ForgeError("no"))
 
 
 @pytest.mark.unit

@@ -250,7 +250,7 @@ def test_the_rank_that_failed_first_replaces_what_rank_0_saw(tmp_path: Path) -> 
     for seen in (Failure("communication", "lost"), None):
         if seen:
             run.fail(seen, 1, 1, 2.0)
-        run.fail_first(first, 1, 1, since=began)
+        run.fail_again(first, 1, 1, since=began)
         old, new = records.read(tmp_path / "events.jsonl")
         assert old["reason"] == "of another day"
         assert (new["reason"], new["error"], new["loss"]) == ("what went wrong", first.as_json(), 2.0)

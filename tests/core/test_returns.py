@@ -184,7 +184,6 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ("s3://bucket", "expected a CheckpointCopies or None, found 's3://bucket'"),
         (CheckpointCopies, "found the class CheckpointCopies itself; return an instance of it"),
     ],
-    "explain_error": [("no room", "expected a ForgeError or None, found 'no room'")],
 }
 """Hook → values it must not return, with what is said of them."""
 
@@ -255,7 +254,6 @@ NOT_ASKED = {
     "example_batch",
     "import_hf",
     "export_hf",
-    "explain_error",
 }
 """Hooks that a toy run does not call."""
 

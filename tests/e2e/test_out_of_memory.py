@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from forge_cli import DECODER, TESTS, Ended, environment, forge, one_message
-from forge_train import FailedRun
+from forge_train import Finished
 from forge_train.compose.initialise import allocate
 from forge_train.contract.facts import SAVES
 from forge_train.registry.discovery import discover, find, load
@@ -150,7 +150,8 @@ def test_what_plugins_say_they_save_is_read_as_text_as_it_is() -> None:
 
 
 def report(job: Any = None, *, step: int = 0, model: Any = None) -> Report:
-    return Report(FailedRun(MemoryError(), step, model, None, Path("log")), job, 0)
+    failed = Finished("failed", step, None, 1, Path("run"), error=MemoryError(), model=model, log=Path("log"))
+    return Report(failed, job, 0)
 
 
 @pytest.mark.parametrize(

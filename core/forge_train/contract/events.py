@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..base.errors import PluginError
+from ..base.errors import ForgeError, PluginError
 from ..run.records import METRICS
 from .metric import Bins
 
@@ -154,20 +154,6 @@ class Evaluation:
         self.metrics[key] = plain(value)
 
 
-@dataclass(frozen=True, slots=True)
-class FailedRun:
-    """A run that an error ends, before the error is shown (`explain_error`)."""
-
-    error: BaseException
-    step: int
-    """Last completed step."""
-    model: Model | None
-    """None if the run failed before the model was composed."""
-    optimizer: torch.optim.Optimizer | None
-    log: Path
-    """This rank's log, which holds the traceback."""
-
-
 Outcome = Literal["done", "interrupted", "diverged", "failed"]
 
 
@@ -186,7 +172,25 @@ class Finished:
     closing: list[tuple[str, str]] = field(default_factory=list)
     error: BaseException | None = None
     """The reason why the run failed or diverged (`DivergedError`); None if it is done or interrupted."""
+    model: Model | None = None
+    """Of a run that failed; None if that was before the model was composed."""
+    optimizer: torch.optim.Optimizer | None = None
+    log: Path | None = None
+    """This rank's log, which holds the traceback of a failure."""
+    explained: bool = False
 
     def say(self, title: str, text: str) -> None:
         """Have the command line show a block of text when the run is over (a sample, a summary)."""
         self.closing.append((title, text))
+
+    def explain(self, error: ForgeError) -> None:
+        """Have an error shown in place of the one that ended the run. The first explanation stands.
+
+        Raises:
+            PluginError: if no error ended the run.
+        """
+        if self.error is None:
+            raise PluginError(f"the run is {self.outcome}; only an error can be explained.")
+        if not self.explained:
+            error.__cause__ = self.error  # which knows the phase and the plugin that it was raised in
+            self.error, self.reason, self.code, self.explained = error, str(error), error.code, True

@@ -173,5 +173,5 @@ class Hooks(Caller):
     def on_checkpoint(self, event: CheckpointEvent, only: str | None = None) -> None:
         self._calls.tell("on_checkpoint", "event", event, only)
 
-    def on_end(self, finished: Finished) -> None:
-        self._calls.tell("on_end", "finished", finished)
+    def on_end(self, finished: Finished, only: str | None = None) -> None:
+        self._calls.announce("on_end", {"finished": finished, "job": self.job}, only=only)

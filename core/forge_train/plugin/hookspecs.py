@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..base.errors import ForgeError, Problem
+from ..base.errors import Problem
 from ..contract.attention import KernelCapabilities
 from ..contract.batch import Preparation
 from ..contract.extra import ExtraModel
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..config import Config
-    from ..contract.events import CheckpointEvent, Evaluation, FailedRun, Finished, LogRecord, StepResult, Update
+    from ..contract.events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
     from ..contract.model import Model
     from .job import Job
 
@@ -197,21 +197,17 @@ def on_checkpoint(event: CheckpointEvent) -> None:
 
 
 @hookspec("event", observes=True)
-def on_end(finished: Finished) -> None:
+def on_end(finished: Finished, job: Job) -> None:
     """The run ended: done, interrupted after a whole checkpoint, diverged or failed.
 
-    After an error, `finished.error` is raised again; other ranks may be gone, so make no collective then.
+    After an error, `finished.error` is raised again, or the one that explains it; other ranks may be gone, so make no
+    collective then.
     """
 
 
 @hookspec("questions", asked=None)
 def checkpoint_copies(config: Config, run: Path) -> CheckpointCopies | None:
     """Return the copies of a run's checkpoints at other places; None to keep none. `run` is the run's folder."""
-
-
-@hookspec("questions", asked=None, observes=True)
-def explain_error(failed: FailedRun, job: Job) -> ForgeError | None:
-    """Return the error to show in place of the one that ended the run, or None; the first plugin's by name is used."""
 
 
 SPECS = specs_of(sys.modules[__name__])

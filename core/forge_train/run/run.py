@@ -102,14 +102,14 @@ class Run:
         finally:  # on a full disk there may be room for one of them
             self.end({"outcome": outcome, "step": step, "loss": loss, "code": code, "error": error})
 
-    def fail_first(self, failure: Failure, code: int, step: int, *, since: float) -> None:
-        """Write how the run failed on the rank that failed first: rank 0 knows only what it saw itself, or was killed.
+    def fail_again(self, failure: Failure, code: int, step: int, *, since: float) -> None:
+        """Replace the record of a failure: by the one of the rank that failed first, or by one that explains it.
 
         Args:
-            failure: of that rank.
+            failure: the new one.
             code: its exit code.
             step: the last that is known to have been done.
-            since: when the processes were started; what rank 0 has written since then is replaced.
+            since: a record that is older is kept, and another is written.
         """
         self.records.retract("run_finished", since)
         self.fail(failure, code, step, self.last_loss())

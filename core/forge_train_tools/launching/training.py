@@ -130,7 +130,7 @@ def _record(run: Run, first: WorkerResult, step: int, since: float, restart: Res
     if not is_run(run.dir) or (first.code == ConfigError.code and not is_kept(run.dir)):
         return
     try:
-        run.fail_first(first.as_failure(), first.code, step, since=since)
+        run.fail_again(first.as_failure(), first.code, step, since=since)
         if restart is not None:
             run.event("restarted", step, reason=restart.why, attempt=restart.attempt, world=restart.world)
     except OSError as error:  # a full disk: report the first problem, not this one

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from forge_train import FailedRun, ForgeError, Job, Model
+from forge_train import Finished, ForgeError, Job, Model
 from forge_train.base.failure import phase_of
 from forge_train.base.format import format_bytes
 from forge_train.contract.facts import SAVES
@@ -71,14 +71,13 @@ class Report:
         besides: bytes of the process that are no part of the run, such as the interpreter and its libraries.
     """
 
-    def __init__(self, failed: FailedRun, job: Job, besides: int) -> None:
+    def __init__(self, failed: Finished, job: Job, besides: int) -> None:
         self._failed, self._job, self._besides = failed, job, besides
 
     def error(self) -> OutOfMemoryError | None:
         """Build the report; None for other errors."""
         error, step = self._failed.error, self._failed.step
-        asked = requested(error)
-        if asked is None:
+        if error is None or (asked := requested(error)) is None:
             return None
         place, held = phase_of(error), self.peak()
         words = _WORDS.get(place, place)

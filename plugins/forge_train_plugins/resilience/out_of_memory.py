@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forge_train import FailedRun, ForgeError, Job, Model, Plugin, hookimpl
+from forge_train import Finished, Job, Model, Plugin, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,10 @@ class OutOfMemory(Plugin):
         self._besides = resident_besides(job.device, model, optimizer)
 
     @hookimpl
-    def explain_error(self, failed: FailedRun, job: Job) -> ForgeError | None:
+    def on_end(self, finished: Finished, job: Job) -> None:
+        if finished.error is None:
+            return
         from ._out_of_memory import Report
 
-        return Report(failed, job, self._besides).error()
+        if explained := Report(finished, job, self._besides).error():
+            finished.explain(explained)
