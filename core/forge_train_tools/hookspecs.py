@@ -1,6 +1,8 @@
-"""The hook of the planner."""
+"""The hooks of `forge plan` and `forge data show`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from forge_train.contract.batch import Batch
 from forge_train.plugin.job import Job
@@ -11,3 +13,12 @@ from forge_train.plugin.specs import hookspec
 def example_batch(job: Job) -> Batch | None:
     """A micro-batch of the shape that `build_data` gives for training, without opening the data; `forge plan` asks it
     of the plugin that fills that slot."""
+
+
+@hookspec("questions", asked=None, observes=True)
+def data_stages(job: Job) -> Iterable[tuple[str, str]] | None:
+    """Describe what the plugin does with the run's data: a stage and a line of text each; `forge data show` asks.
+
+    Stages are `source`, `decode`, `render`, `tokenise`, `filter`, `map`, `pack`, `order` and `batch`. No training
+    follows, and slow work is skipped; missing data is reported in a line too.
+    """

@@ -27,6 +27,7 @@ class Own(Plugin):
     @hookimpl
     def build_data(self, job, split): ...
 
+    @hookimpl
     def data_stages(self, job):
         yield "pack", f"rows of {job.config.train.sequence}"
         yield "STAGE", "numbers"
@@ -169,14 +170,15 @@ def test_a_plugin_tells_its_own_stages(
     (folder / "own.py").write_text(OWN.replace("STAGE", stage), encoding="utf-8")
     ended = forge("data", "show", "tiny.toml", "-p", "./own.py:Own", "--without", "text", fails=code)
     if code:
-        assert "describes an unknown stage 'sauce'; there are source, decode" in ended.err
+        assert "there is no stage 'sauce'; stages are source, decode" in ended.err
+        assert "hook data_stages (" in ended.err
     else:
         assert re.search(r"^source +numbers +own$", ended.out, re.MULTILINE)
         assert ended.out.index("numbers") < ended.out.index("rows of 16")
 
 
 def test_a_plugin_that_tells_nothing_is_named(forge: Forge, folder: Path) -> None:
-    (folder / "own.py").write_text(OWN.partition("    def data_stages")[0], encoding="utf-8")
+    (folder / "own.py").write_text(OWN.partition("    @hookimpl\n    def data_stages")[0], encoding="utf-8")
     shown = forge("data", "show", "tiny.toml", "-p", "./own.py:Own", "--without", "text").out
     assert "does not describe its data" in shown
 

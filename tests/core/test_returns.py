@@ -142,6 +142,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (["teacher"], "found a list, and in it 'teacher'"),
     ],
     "example_batch": [(torch.zeros(1), "found a Tensor of shape [1]"), (Batch(1, 2), "whose `inputs` is not a torch")],  # type: ignore[arg-type]
+    "data_stages": [("source", "expected a list of tuple or None, found 'source'"), ([3], "and in it 3")],
     "tokenizer": [(Encodes(), "which lacks encode"), (Encodes, "the class Encodes itself")],
     "classes": [
         (["ham", "spam"], "expected a Classes, found a list"),
@@ -252,6 +253,7 @@ NOT_ASKED = {
     "tail",
     "classes",
     "example_batch",
+    "data_stages",
     "import_hf",
     "export_hf",
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import pluggy
 
@@ -12,9 +12,6 @@ from ..base.errors import PluginError
 from ..config.schema import section
 from ..contract.attention import KernelCapabilities
 from ..contract.facts import FactValue
-
-if TYPE_CHECKING:
-    from .job import Job
 
 __all__ = ["API", "Plugin", "hookimpl"]
 
@@ -97,9 +94,3 @@ class Plugin:
         `{"tokenizer.path": …}`. Keys of plugins that are not enabled are left out. Called before anything slow is
         imported."""
         return {}
-
-    def data_stages(self, job: Job) -> Iterable[tuple[str, str]]:
-        """Describe what it does with the run's data, for `forge data show`: a stage and a line of text each. Stages are
-        `source`, `decode`, `render`, `tokenise`, `filter`, `map`, `pack`, `order` and `batch`. No training follows, and
-        slow work is skipped; missing data is reported in a line too."""
-        return ()

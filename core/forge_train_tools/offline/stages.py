@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge_train.base.errors import ForgeError, PluginError, locate
+from forge_train.base.errors import PluginError
 from forge_train.base.format import format_length
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup
 
+from ..hookspecs import data_stages
 from .opening import lone_job
 
 STAGES = ("source", "decode", "render", "tokenise", "filter", "map", "pack", "order", "batch")
@@ -32,18 +33,12 @@ def stages(setup: Setup, world: int) -> list[Stage]:
         PluginError: if a plugin describes an unknown stage.
     """
     job, hooks = lone_job(setup, Path(), "cpu"), setup.hooks
-    found: list[Stage] = []
-    for name, plugin in hooks.plugins.items():
-        try:
-            told = [Stage(stage, name, text) for stage, text in plugin.data_stages(job)]
-        except Exception as error:
-            locate(error, plugin=name, hook="data_stages")
-            if not isinstance(error, ForgeError):
-                hooks.note_plugin(error)
-            raise
-        if wrong := next((one.stage for one in told if one.stage not in STAGES), None):
-            raise PluginError(f"Plugin {name!r} describes an unknown stage {wrong!r}; there are {', '.join(STAGES)}.")
-        found += told
+    found = [Stage(stage, name, text) for name, told in data_stages(job) for stage, text in told]
+    if wrong := next((one for one in found if one.stage not in STAGES), None):
+        raise PluginError(
+            f"{hooks.whose('data_stages', wrong.plugin)}: there is no stage {wrong.stage!r}; stages are "
+            f"{', '.join(STAGES)}."
+        )
     tellers, provider = {one.plugin for one in found}, hooks.provider("build_data") or ""
     if provider not in tellers:
         found.append(Stage("source", provider, "does not describe its data (data_stages)"))

@@ -194,6 +194,7 @@ class Mixture(DataPlugin):
             recipe = run_recipe(self.config, self._names(), job, rows)
         return self.loader(Mixed(parts, recipe, key="mixture"), job, split)
 
+    @hookimpl
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_kit.data.proportions import tempered
         from forge_train_kit.data.stages import held_out, order, packed, passes, sequences, sides

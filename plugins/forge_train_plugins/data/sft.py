@@ -120,6 +120,7 @@ class SFT(DataPlugin):
         seed = HELD_OUT_SEED if split == "validation" else job.seed if self.config.shuffle else None
         return self.loader(Ordered(rows, seed, key="sft", fixed=split == "validation"), job, split)
 
+    @hookimpl
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_kit.data.files import find
         from forge_train_kit.data.fit import fitted

@@ -91,6 +91,7 @@ class Text(DataPlugin):
             self._job, self._held_out = job, corpus.validation
         return self.loader(stream, job, split)
 
+    @hookimpl
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_kit.data.stages import counted, held_out, order, packed
 

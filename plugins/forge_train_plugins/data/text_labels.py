@@ -95,6 +95,7 @@ class TextLabels(DataPlugin):
         seed = HELD_OUT_SEED if split == "validation" else job.seed if config.shuffle else None
         return self.loader(Ordered(rows, seed, key="text_labels", fixed=split == "validation"), job, split)
 
+    @hookimpl
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_kit.data.files import find
         from forge_train_kit.data.manifest import FILE, open_prepared

@@ -114,6 +114,7 @@ class TextPairs(Plugin):
         warn_of_few(stream.samples, job)
         return StreamLoader(stream, job, target="member")
 
+    @hookimpl
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_kit.data.files import find
         from forge_train_kit.data.manifest import FILE, open_prepared

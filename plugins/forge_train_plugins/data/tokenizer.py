@@ -59,6 +59,7 @@ class Tokenizer(Plugin):
     def tokenizer(self, job: Job) -> TokenizerProtocol:
         return self._tokenizer
 
+    @hookimpl
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         tokenizer, path = self._tokenizer, self.config.path
         begin = f"tokens {', '.join(map(str, tokenizer.begin))}" if tokenizer.begin else "no token"

@@ -108,6 +108,7 @@ class Tokens(DataPlugin):
         seed = HELD_OUT_SEED if split == "validation" else job.seed if self.config.shuffle else None
         return self.loader(Ordered(rows, seed, key="tokens", fixed=split == "validation"), job, split)
 
+    @hookimpl
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_kit.data.stages import held_out, order, packed, sides
         from forge_train_kit.data.tokens import rows_of
