@@ -42,8 +42,8 @@ from forge_train.contract.events import Evaluation, StepResult
 from forge_train.contract.reference import PluginRef
 from forge_train.plugin.blame import note_plugin
 from forge_train.plugin.calls import Calls, EnabledPlugin, implemented
-from forge_train.plugin.hooks import Hooks
 from forge_train.plugin.hookspecs import SPECS
+from forge_train.plugin.job import Hooks
 from forge_train.registry.declared import Specs
 from forge_train_kit import hookspecs
 from forge_train_kit.layers import Layer
@@ -58,7 +58,9 @@ def hooks(*plugins: Plugin, defaults: dict[str, str] | None = None) -> Hooks:
     pairs = [
         (
             EnabledPlugin(
-                PluginRef(type(plugin).__name__.lower(), "dist", "1", f"m:{type(plugin).__name__}"), type(plugin)
+                PluginRef(type(plugin).__name__.lower(), "dist", "1", f"m:{type(plugin).__name__}"),
+                type(plugin),
+                specs=ALL,
             ),
             plugin,
         )
@@ -225,7 +227,7 @@ def test_a_failure_names_plugin_distribution_and_hook_and_keeps_its_traceback() 
 
 def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
     def enabled(name: str, module: str) -> EnabledPlugin:
-        return EnabledPlugin(PluginRef(name, "dist", "1", f"{module}:X"), Plugin)
+        return EnabledPlugin(PluginRef(name, "dist", "1", f"{module}:X"), Plugin, specs=ALL)
 
     def failure(module: str, *inside: str) -> Exception:
         """An error that passed through functions of these modules, the innermost first."""
@@ -357,8 +359,8 @@ def test_a_signal_and_the_end_of_the_interpreter_are_no_failures_of_an_observer(
 
 def test_who_is_an_observer() -> None:
     found = PluginRef("x", "", "", "")
-    assert EnabledPlugin(found, Watch).observer
-    assert not EnabledPlugin(found, Act).observer
+    assert EnabledPlugin(found, Watch, specs=ALL).observer
+    assert not EnabledPlugin(found, Act, specs=ALL).observer
     for hook in [name for name, spec in SPECS.items() if spec.observes]:
         assert SPECS[hook].kind == "event" or hook == "metrics"
 
@@ -600,7 +602,10 @@ def test_a_shuffled_set_of_many_plugins_is_the_same_facade() -> None:
         shuffled = classes[:]
         random.Random(seed).shuffle(shuffled)
         calls = Calls.of(
-            [(EnabledPlugin(PluginRef(c.__name__.lower(), "d", "1", "m:c"), c), c(None, [])) for c in shuffled],  # type: ignore[call-arg]
+            [
+                (EnabledPlugin(PluginRef(c.__name__.lower(), "d", "1", "m:c"), c, specs=SPECS), c(None, []))  # type: ignore[call-arg]
+                for c in shuffled
+            ],
             SPECS,
         )
         orders.append([owner.name for owner in calls.owners("on_step")])

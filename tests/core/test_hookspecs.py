@@ -19,7 +19,7 @@ import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, hookspec
 from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin
-from forge_train.plugin.hooks import Hooks
+from forge_train.plugin.job import Hooks
 from forge_train.plugin.specs import HookSpec
 from forge_train.registry import declared
 from forge_train.registry.declared import SpecModule, Specs, spec_modules
@@ -464,7 +464,7 @@ def hooks(spec: HookSpec[..., Any], **answers: Any) -> tuple[Hooks, Any]:
         return type("Answering", (Plugin,), {spec.name: hookimpl(lambda self: answer)})
 
     pairs = [
-        (EnabledPlugin(PluginRef(name, "dist", "1", "m:X"), cls), cls(None))
+        (EnabledPlugin(PluginRef(name, "dist", "1", "m:X"), cls, specs={spec.name: spec}), cls(None))
         for name, cls in ((name, answering(answer)) for name, answer in answers.items())
     ]
     made = Hooks(pairs, {}, {spec.name: spec})
@@ -565,7 +565,7 @@ def test_a_slots_provider_must_give_what_its_caller_takes() -> None:
     both = Hooks(
         [
             (made.enabled["a"], made.plugins["a"]),
-            (EnabledPlugin(PluginRef("h", "dist", "1", "m:X"), other), other(None)),
+            (EnabledPlugin(PluginRef("h", "dist", "1", "m:X"), other, specs={"head": head}), other(None)),
         ],
         {},
         {"ranking": ranking, "head": head},
@@ -598,7 +598,7 @@ def test_metadata_older_than_the_code_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(declared, "SOURCES", [])
     mistakes: list[str] = []
     (ref,) = (one for one in discover() if one.name == "gqa")
-    check_hooks(EnabledPlugin(ref, load(ref)), Specs(mistakes), mistakes)
+    check_hooks(EnabledPlugin(ref, load(ref), specs={}), Specs(mistakes), mistakes)
     (said,) = mistakes
     assert "Plugin 'gqa' (forge-train " in said
     assert said.endswith("Forge's metadata is older than its code: install it again with `pip install -e .`.")

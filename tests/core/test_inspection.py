@@ -31,7 +31,7 @@ HERE = Path(__file__).name
 
 def told(cls: type[Plugin]) -> list[str]:
     mistakes: list[str] = []
-    check_hooks(EnabledPlugin(PluginRef("x", "dist", "1", "m:X"), cls), SPECS, mistakes)
+    check_hooks(EnabledPlugin(PluginRef("x", "dist", "1", "m:X"), cls, specs=SPECS), SPECS, mistakes)
     return mistakes
 
 
@@ -135,7 +135,7 @@ def test_the_decorator_with_parentheses() -> None:
 def test_every_plugin_of_forge_is_without_a_mistake() -> None:
     for found in (one for one in discover() if one.distribution == DISTRIBUTION and one.file):
         mistakes: list[str] = []
-        check_hooks(EnabledPlugin(found, load(found)), Specs([]), mistakes)
+        check_hooks(EnabledPlugin(found, load(found), specs=SPECS), Specs([]), mistakes)
         assert not mistakes
 
 

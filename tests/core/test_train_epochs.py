@@ -16,7 +16,7 @@ import toys
 from forge_train import MASKED, ConfigError, Plugin, hookimpl
 from forge_train.config.layers import Request
 from forge_train.config.sections import TrainSection, WarmUpBatches
-from forge_train.plugin.hooks import Hooks
+from forge_train.plugin.job import Hooks
 from forge_train.registry.setup import resolve
 from forge_train_kit.data.loader import StreamLoader
 from forge_train_kit.data.paired import Paired

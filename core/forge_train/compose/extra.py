@@ -13,8 +13,7 @@ from ..config.layers import DEFAULT, Value
 from ..config.toml import Key
 from ..config.validate import plain, validate
 from ..contract.extra import ExtraModel
-from ..plugin.hooks import Hooks
-from ..plugin.job import Job
+from ..plugin.job import Hooks, Job
 from ..registry.setup import instance
 
 

@@ -17,7 +17,7 @@ from ..config.annotations import mark
 from ..config.schema import FilePath
 
 if TYPE_CHECKING:
-    from ..plugin.hooks import Hooks
+    from ..plugin.job import Hooks
 
 FOLDER = "tokenizer"
 """Folder that holds them, beside `config.toml`."""

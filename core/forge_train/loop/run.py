@@ -21,7 +21,7 @@ from ..run.run_files import load
 from . import model_files
 
 if TYPE_CHECKING:
-    from ..plugin.hooks import Hooks
+    from ..plugin.job import Hooks
 
 log = logging.getLogger("forge_train")
 

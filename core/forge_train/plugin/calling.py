@@ -6,9 +6,9 @@ It also checks that the providers of several slots fit together: task and loss f
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from ..base.errors import ConfigError, PluginError
+from ..base.errors import ConfigError
 from ..contract.attention import KernelCapabilities
 from ..contract.reference import HookOrigin
 from .blame import note_plugin
@@ -17,10 +17,6 @@ from .guards import Guarded, nesting
 from .plugin import Plugin
 from .returns import protocol_of
 from .specs import HookSpec
-
-if TYPE_CHECKING:
-    from ..run.run import Run
-    from .job import Job
 
 Specs = Mapping[str, HookSpec[..., Any]]
 _T = TypeVar("_T")
@@ -45,22 +41,7 @@ class Caller:
         self.called: set[str] = set()
         self.asked_of_kernel: list[KernelCapabilities] = []  # what attention modules need, said when they asked for it
         self.inside: list[str] = []  # spans that the run is in, outermost first, where there is an `around`
-        self._calls, self._job = Calls.of(plugins, specs), cast("Job | None", None)
-
-    def bind(self, job: Job) -> None:
-        """Give the job that hooks are called with."""
-        self._job = job
-
-    @property
-    def job(self) -> Job:
-        if self._job is None:
-            raise PluginError("A hook was called before the job exists.")
-        return self._job
-
-    @property
-    def run(self) -> Run | None:
-        """The folder of the run, once there is a job."""
-        return self._job.run if self._job else None
+        self._calls = Calls.of(plugins, specs)
 
     def provider(self, slot: str) -> str | None:
         """The name of the plugin that fills a slot, or None where nobody does.
@@ -189,11 +170,6 @@ class Caller:
             )
         self.used.add((chain, claimed[0][0]))
         return claimed[0][1]
-
-    def _each(self, hook: str, kind: type[_T] | tuple[type[Any], ...]) -> list[tuple[str, _T]]:
-        """Everything that plugins answered, one thing or several each, with the plugin's name."""
-        answers = self._calls.collect(hook, {"job": self.job})
-        return [(n, one) for n, answer in answers for one in ([answer] if isinstance(answer, kind) else answer or ())]
 
     def _given(self, hook: str, arguments: Mapping[str, Any], names: list[str]) -> list[tuple[str, Any]]:
         """Return the answers of the named plugins, except None."""

@@ -19,7 +19,6 @@ import pluggy
 from ..base.errors import ForgeError, PluginError, describe, locate
 from ..base.places import place, shown
 from ..contract.reference import HookOrigin, PluginRef
-from .hookspecs import SPECS
 from .plugin import MARK, PROJECT, Plugin
 from .returns import returned
 from .specs import HookSpec
@@ -37,7 +36,7 @@ class EnabledPlugin:
     """True if only `[defaults]` enabled it."""
     named: bool = False
     """True if the command line names it."""
-    specs: Mapping[str, HookSpec[..., Any]] = field(default_factory=lambda: SPECS, compare=False, repr=False)
+    specs: Mapping[str, HookSpec[..., Any]] = field(compare=False, repr=False, kw_only=True)
     """The hooks that the run knows."""
 
     @property

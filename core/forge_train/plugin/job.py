@@ -1,48 +1,216 @@
-"""The job: what every hook is told about the run."""
+"""The job, which every hook is given, and `job.hooks`, the one typed way to call the kernel's hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from ..base.errors import PluginError
-from ..contract.batch import CurrentStep
-from ..contract.extra import Extra
+from ..base.errors import ConfigError, PluginError, Problem
+from ..contract.attention import KernelCapabilities
+from ..contract.batch import CurrentStep, Preparation, PrepareBatch, PrepareStep
+from ..contract.events import metric_key
+from ..contract.extra import Extra, ExtraModel
+from ..contract.metric import Metric
+from ..contract.model import InitialWeights
+from ..contract.protocols import (
+    CheckpointCopies,
+    EvaluatedWeights,
+    Evaluator,
+    Executor,
+    Loader,
+    LossScale,
+    Schedule,
+    Span,
+    SpanName,
+    Task,
+    Tokenizer,
+)
+from ..contract.transform import Transform
 from ..run.control import Control
-from .calls import at_home
-from .hooks import Hooks
+from .calling import Caller, Specs
+from .calls import EnabledPlugin, at_home
+from .guards import Guarded, Prepare, first_state, preparing
+from .plugin import Plugin
+from .precision import Precision
+from .returns import kind_of
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from ..config import Config
-    from ..config.sections import Precision as PrecisionName
+    from ..contract.events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
     from ..contract.model import Model
     from ..mesh.distributed import DistributedContext
     from ..run.run import Run
 
+_T = TypeVar("_T")
 
-@dataclass(frozen=True)
-class Precision:
-    """The dtypes of a run. A transform that covers `precision` makes them real."""
 
-    param: torch.dtype
-    """Of the weights while they compute."""
-    compute: torch.dtype
-    """Of activations."""
-    reduce: torch.dtype
-    """Of gradients while they are reduced over ranks."""
-    master: torch.dtype
-    """Of the weights the optimizer updates, and its state."""
+class Hooks(Caller):
+    """The enabled plugins of a run, with a typed method for each of the kernel's hooks: `job.hooks`."""
 
-    @classmethod
-    def of(cls, name: PrecisionName) -> Precision:
-        import torch
+    def __init__(
+        self, plugins: Sequence[tuple[EnabledPlugin, Plugin]], defaults: Mapping[str, str], specs: Specs
+    ) -> None:
+        super().__init__(plugins, defaults, specs)
+        self._job: Job | None = None
 
-        narrow = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-        return cls(param=narrow, compute=narrow, reduce=torch.float32, master=torch.float32)
+    def bind(self, job: Job) -> None:
+        """Give the job that hooks are called with."""
+        self._job = job
+
+    @property
+    def job(self) -> Job:
+        if self._job is None:
+            raise PluginError("A hook was called before the job exists.")
+        return self._job
+
+    @property
+    def run(self) -> Run | None:
+        """The folder of the run, once there is a job."""
+        return self._job.run if self._job else None
+
+    def _ask(self, hook: str, **arguments: Any) -> Any:
+        """Call one of the kernel's hooks; its spec takes the job, so it is defined after both."""
+        return self.specs[hook](**arguments, job=self.job)
+
+    def _each(self, hook: str, kind: type[_T] | tuple[type[Any], ...]) -> list[tuple[str, _T]]:
+        """Everything that plugins answered, one thing or several each, with the plugin's name."""
+        answers = self._calls.collect(hook, {"job": self.job})
+        return [(n, one) for n, answer in answers for one in ([answer] if isinstance(answer, kind) else answer or ())]
+
+    # -- the kernel's slots -----------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        return cast("nn.Module", self._ask("build_model"))
+
+    def build_data(self, split: Literal["train", "validation"]) -> Loader:
+        loader: Loader = self._ask("build_data", split=split)
+        state = first_state(loader, self.whose("build_data"))
+        if not isinstance(state.get("sequences"), int):
+            raise PluginError(
+                f"{self.whose('build_data')}: state_dict must have the integer 'sequences', found {state}."
+            )
+        return loader
+
+    def tokenizer(self) -> Tokenizer:
+        tokenizer: Tokenizer = self._ask("tokenizer")
+        guard = Guarded(tokenizer, Tokenizer, self.whose("tokenizer"))
+        guard.decode(guard.encode("a"))
+        return tokenizer
+
+    def task(self) -> Task:
+        return cast("Task", self._ask("task"))
+
+    def executor(self, model: Model, task: Task) -> Executor:
+        return cast("Executor", self._ask("executor", model=model, task=task))
+
+    def optimizer(self, model: Model) -> torch.optim.Optimizer:
+        return cast("torch.optim.Optimizer", self._ask("optimizer", model=model))
+
+    def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
+        schedule: Schedule = self._ask("lr_schedule", optimizer=optimizer)
+        first_state(schedule, self.whose("lr_schedule"))
+        return schedule
+
+    def loss_scale(self) -> LossScale | None:
+        return self._ask("loss_scale") if self.provider("loss_scale") else None
+
+    # -- its other hooks --------------------------------------------------------------------------
+
+    def parallelize(self) -> list[tuple[str, Transform]]:
+        """Every transform with the name of its plugin."""
+        return self._each("parallelize", Transform)
+
+    def prepare_batch(self) -> Prepare:
+        """All preparations as one function, for what a loader gives in a step: by phase, then by plugin name."""
+        answers: list[tuple[str, Preparation]] = self._each("prepare_batch", (PrepareBatch, PrepareStep))
+        return preparing(self.whose("build_data"), answers, self._calls, self.job.dist)
+
+    def span(self, name: SpanName) -> Span:
+        """All context managers around a span, nested in order of plugin names, as one factory."""
+        return cast("Span", self._ask("around", span=name))
+
+    def check_config(self, config: Config) -> list[Problem]:
+        return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]
+
+    def initial_weights(self, path: Path, model: Model) -> InitialWeights | None:
+        return cast("InitialWeights | None", self._ask("initial_weights", path=path, model=model))
+
+    def extra_models(self) -> list[tuple[str, ExtraModel]]:
+        return [(name, one) for name, found in self._ask("extra_models") for one in found]
+
+    def kernel_needs(self, config: Config) -> list[tuple[str, KernelCapabilities]]:
+        """Return each plugin's needs of the attention kernel, labelled; without the data's if no data is read."""
+        idle = self.provider("build_data") if self.opened else None
+        answers = dict(self._calls.collect("kernel_needs", {"config": config}))
+        return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
+
+    def checkpoint_copies(self, config: Config, run: Path) -> CheckpointCopies:
+        """Return the copies of the checkpoints of a run with this folder.
+
+        Raises:
+            ConfigError: if the configuration asks for copies that no plugin makes.
+        """
+        answers = self._calls.collect("checkpoint_copies", {"config": config, "run": run})
+        given = [one for one in answers if one[1] is not None]
+        if len(given) > 1:
+            names, way_out = self._several(given)
+            raise ConfigError(f"Plugins {names} both answer checkpoint_copies; {way_out}.")
+        for key in ("folder", "mirror") if not given else ():
+            if getattr(config.checkpoint, key):
+                raise ConfigError(f"checkpoint.{key}: no enabled plugin makes copies; add --plugins copies.")
+        return cast("CheckpointCopies", given[0][1]) if given else CheckpointCopies()
+
+    def evaluators(self) -> list[tuple[str, Evaluator]]:
+        """Every evaluator, with whose it is."""
+        return [(self.whose("evaluators", name), one) for name, one in self._each("evaluators", Evaluator)]
+
+    def evaluated_weights(self) -> dict[str, EvaluatedWeights]:
+        """Plugin → its answer for the span `evaluate`, if that puts other weights in and says which.
+
+        Raises:
+            ConfigError: if several plugins do.
+            PluginError: if terms are not numbers by name.
+        """
+        answers = self._calls.collect("around", {"span": "evaluate", "job": self.job})
+        given = {name: one for name, one in answers if isinstance(one, EvaluatedWeights)}
+        if len(given) > 1:
+            names, way_out = self._several(list(given.items()))
+            raise ConfigError(f"Plugins {names} both evaluate other weights than those trained; {way_out}.")
+        kind = kind_of(Mapping[str, float])
+        for name, one in given.items():
+            if text := kind.problem(one.terms):
+                raise PluginError(f"{self.whose('around', name)}: `terms` must be {kind.words}, {text}.")
+        return given
+
+    def metrics(self, model: Model) -> dict[str, Metric]:
+        """Every plugin's metrics, as `plugin.name`."""
+        found: list[tuple[str, Mapping[str, Metric]]] = self._ask("metrics", model=model)
+        return {metric_key(plugin, name): one for plugin, metrics in found for name, one in metrics.items()}
+
+    # -- events; `only` is the one plugin to tell, for tools that tell them one by one ------------
+
+    def on_start(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self._calls.announce("on_start", {"job": self.job, "model": model, "optimizer": optimizer})
+
+    def on_gradients(self, update: Update) -> None:
+        self._calls.tell("on_gradients", "update", update)
+
+    def on_step(self, step: StepResult) -> None:
+        self._calls.tell("on_step", "step", step)
+
+    def on_log(self, record: LogRecord | Evaluation, only: str | None = None) -> None:
+        self._calls.tell("on_log", "record", record, only)
+
+    def on_checkpoint(self, event: CheckpointEvent, only: str | None = None) -> None:
+        self._calls.tell("on_checkpoint", "event", event, only)
+
+    def on_end(self, finished: Finished, only: str | None = None) -> None:
+        self._calls.announce("on_end", {"finished": finished, "job": self.job}, only=only)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ..config import LENGTHS, Config
 from ..config.layers import Tree
 from ..config.rules import filled
 from ..mesh.layout import Layout
-from ..plugin.hooks import Hooks
+from ..plugin.job import Hooks
 
 UNKNOWN = 10**9
 """Steps that stand in for those of a run whose data was not opened yet."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..contract.attention import KernelCapabilities
-from ..plugin.hooks import Hooks
+from ..plugin.job import Hooks
 from .discovery import discover
 
 SLOT = "attention_kernel"

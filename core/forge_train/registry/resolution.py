@@ -186,7 +186,7 @@ class Resolution:
         for found in founds:
             named = found.name in map(plugin_name, self.request.plugins)
             try:
-                enabled = EnabledPlugin(found, load(found), default, named, self.specs)
+                enabled = EnabledPlugin(found, load(found), default, named, specs=self.specs)
             except ConfigError as error:
                 way_out = "" if named or not self.training else f" Leave it out with `--without {found.name}`."
                 self.mistakes.append(f"{error}{way_out}")

@@ -15,7 +15,7 @@ from ..config.layers import DEFAULT, Layered, Origin, Request, Tree, UnknownPres
 from ..config.sections import CORE_SECTIONS
 from ..config.validate import Mistake, validate
 from ..plugin.calls import EnabledPlugin, plugin_note
-from ..plugin.hooks import Hooks
+from ..plugin.job import Hooks
 from ..plugin.plugin import PROJECT, Plugin
 from . import epochs, kernels
 from .discovery import discover

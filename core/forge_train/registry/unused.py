@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, get_args
 from ..base.errors import ConfigError
 from ..config.layers import Origin
 from ..plugin.calls import EnabledPlugin, implemented
-from ..plugin.hooks import Hooks
 from ..plugin.hookspecs import SPECS
+from ..plugin.job import Hooks
 from ..plugin.plugin import PROJECT
 from ..plugin.specs import Stage
 

@@ -20,7 +20,7 @@ from ..config.validate import plain
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..plugin.hooks import Hooks
+    from ..plugin.job import Hooks
 
 
 def to_toml(config: Config, hooks: Hooks, *, comments: bool = False, notes: Mapping[Key, str] | None = None) -> str:

@@ -12,8 +12,7 @@ from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import InitialWeights, Model
 from forge_train.loop.weights import Patterns, new_head_patterns, places
-from forge_train.plugin.hooks import Hooks
-from forge_train.plugin.job import Job
+from forge_train.plugin.job import Hooks, Job
 
 from .. import hookspecs
 from ..format import format_lines

@@ -12,7 +12,7 @@ from forge_train.base.errors import ConfigError, nearest
 from forge_train.config.layers import Request
 from forge_train.loop import model_files
 from forge_train.loop.model_files import files, vocabulary_of
-from forge_train.plugin.hooks import Hooks
+from forge_train.plugin.job import Hooks
 from forge_train.registry import kernels
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import resolve

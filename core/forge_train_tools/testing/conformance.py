@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from forge_train.base.errors import ForgeError, describe
 from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin
+from forge_train.plugin.hookspecs import SPECS
 from forge_train.plugin.plugin import Plugin
 from forge_train.registry.discovery import find, load
 
@@ -191,7 +192,7 @@ def _checks(
     if done.status == "fail":
         return
     yield attempt("imports nothing slow", lambda: contract.imports_lazily(found))
-    enabled = EnabledPlugin(found, load(found))
+    enabled = EnabledPlugin(found, load(found), specs=SPECS)
     failed = False
     for name, trial in contract.trials(enabled):
         done = attempt(name, trial)

@@ -18,7 +18,7 @@ from forge_train.config import Request
 from forge_train.loop.resume import Stateful
 from forge_train.mesh.world import World
 from forge_train.plugin.calls import EnabledPlugin, implemented
-from forge_train.plugin.hooks import Hooks
+from forge_train.plugin.job import Hooks
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup, resolve

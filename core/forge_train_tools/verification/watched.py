@@ -23,8 +23,7 @@ from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import capture, restore
 from forge_train.loop.weights import load_extra
 from forge_train.mesh.tensors import full_tensor
-from forge_train.plugin.hooks import Hooks
-from forge_train.plugin.job import Job
+from forge_train.plugin.job import Hooks, Job
 from forge_train.step.aggregate import split as values_of
 from forge_train.step.evaluation import Evaluations
 from forge_train.step.step import Progress, Stepper, Watcher
