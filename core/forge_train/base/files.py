@@ -49,7 +49,7 @@ def remove_remains(checkpoints: Path) -> None:
 
 
 def put(part: Path, target: Path) -> Path:
-    """Give a finished folder its name. At any moment that name means what was there or the new one.
+    """Give a finished folder its name. A kill leaves the old one there or the new one, or one for `remove_remains`.
 
     Returns:
         The name of what was there, if anything: it may be removed now.
