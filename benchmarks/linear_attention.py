@@ -37,7 +37,7 @@ def layers(length: int) -> dict[str, Any]:
     """A layer of each kind, with weights."""
     job: Any = SimpleNamespace(device=torch.device("cpu"))
     kernel = SDPA(SDPA.Config()).attention_kernel(job)
-    job.hooks = SimpleNamespace(asked_of_kernel=[], call=lambda *_: kernel)
+    job.hooks = SimpleNamespace(asked_of_kernel=[], call=lambda *_: kernel, provider=lambda slot: None)
     layer = Layer(0, 1, DIM, HEADS, KV_HEADS, HEAD_DIM, 4 * DIM, rope=RoPE(HEAD_DIM, length=length + GENERATED))
     with torch.device("meta"):
         made = {

@@ -54,7 +54,7 @@ def check(size: Size, kernel: str, precision: str, **section: Any) -> list[Row]:
     job: Any = SimpleNamespace(
         device=device,
         config=SimpleNamespace(train=SimpleNamespace(precision=precision)),
-        hooks=SimpleNamespace(kernel_needs=lambda _: []),
+        hooks=SimpleNamespace(opened=False, call=lambda *_: []),
     )
     try:
         made = cls(cls.Config(**section) if section else cls.Config()).attention_kernel(job)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+from forge_train.config import Config
+from forge_train.contract.attention import KernelCapabilities
 from forge_train.plugin.job import Job
 from forge_train.plugin.specs import hookspec
 
@@ -24,10 +26,15 @@ def feed_forward(layer: Layer, job: Job) -> Annotated[FeedForward, "nn.Module"] 
     """The channel mixer of one layer, or None to leave it to the default."""
 
 
-@hookspec("slot", optional=True, asked="composition")
+@hookspec("slot", optional=True, asked="composition", check="forge_train_kit.kernels")
 def attention_kernel(job: Job) -> AttentionKernel:
     """The function that computes attention."""
     raise AssertionError
+
+
+@hookspec("questions", asked=None)
+def kernel_needs(config: Config) -> KernelCapabilities | None:
+    """Return what this plugin will ask of the attention kernel. Called before any slow import."""
 
 
 @hookspec("slot", optional=True, asked="composition", gives="token_logits")

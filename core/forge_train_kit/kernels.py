@@ -1,15 +1,64 @@
-"""The attention kernel of a run, for modules that need more of it than plugins announce."""
+"""The attention kernel of a run, checked against what plugins, layers and the device ask of it."""
 
 from __future__ import annotations
 
-from forge_train.contract.attention import KernelCapabilities
-from forge_train.plugin.job import Job
+from collections.abc import Iterable, Iterator
 
-from .hookspecs import attention_kernel
+from forge_train.base.errors import ConfigError
+from forge_train.config import Config
+from forge_train.contract.attention import KernelCapabilities
+from forge_train.plugin.job import Hooks, Job
+from forge_train.registry.discovery import discover
+
+from .hookspecs import attention_kernel, kernel_needs
 from .layers import AttentionKernel
 
 
 def kernel_with(needs: KernelCapabilities, job: Job) -> AttentionKernel:
-    """The run's attention kernel; composition fails if it lacks something of `needs`."""
+    """Return the run's attention kernel, for a layer that needs more of it than plugins announce.
+
+    Raises:
+        ConfigError: if it lacks something of `needs`, or does not run on this device; names the kernels that do.
+    """
+    device = KernelCapabilities(devices=(job.device.type,))
+    if lacking := [*_misfits(job.hooks, [("a layer asks for it", needs), ("the run is on it", device)])]:
+        raise ConfigError("\n".join(lacking))
     job.hooks.asked_of_kernel.append(needs)
     return attention_kernel(job)
+
+
+def needs_of(hooks: Hooks, config: Config) -> list[tuple[str, KernelCapabilities]]:
+    """Return each plugin's needs of the attention kernel, labelled; without the data's if no data is read."""
+    idle = hooks.provider("build_data") if hooks.opened else None
+    answers = hooks.call(kernel_needs, {"config": config})
+    return [(f"plugin {name!r} asks for it", needs) for name, needs in answers if name != idle]
+
+
+def able(asked: Iterable[KernelCapabilities]) -> list[str]:
+    """The installed kernels that can do all of this, by name."""
+    wanted = list(asked)
+    return sorted(
+        found.name
+        for found in discover()
+        if (kernel := found.kernel_capabilities) and not any(True for one in wanted for _ in kernel.lacks(one))
+    )
+
+
+def check(hooks: Hooks, config: Config) -> Iterator[str]:
+    """Yield a sentence for everything that plugins ask of the attention kernel and that it lacks."""
+    return _misfits(hooks, needs_of(hooks, config))
+
+
+def _misfits(hooks: Hooks, asked: Iterable[tuple[str, KernelCapabilities]]) -> Iterator[str]:
+    if (name := hooks.provider(attention_kernel.name)) is None:
+        return
+    kernel = hooks.enabled[name]
+    for who, wanted in asked:
+        if lacking := list(kernel.cls.kernel_capabilities.lacks(wanted)):
+            others = able([wanted])
+            way_out = (
+                f"Installed kernels that have it: {', '.join(others)}; enable one with --plugins."
+                if others
+                else "No installed kernel has."
+            )
+            yield f"Plugin {kernel.ref.label} computes attention without {' and '.join(lacking)}; {who}. {way_out}"

@@ -90,6 +90,11 @@ def tells_apart(bench):
 
 TRIALS = {"score": [("tells texts apart", tells_apart)]}
 """
+CHECKS = """
+def check(hooks, config):
+    if config.train.total_steps > 1:
+        yield f"{hooks.provider('score')} scores one step only, and the run has {config.train.total_steps}."
+"""
 SCORER = '''
 from forge_train import Plugin, hookimpl
 
@@ -117,7 +122,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(str(site))
 
     def judge(specs: str = SPECS) -> None:
-        files = {"specs.py": specs, "plugin.py": JUDGE, "trials.py": TRIALS}
+        files = {"specs.py": specs, "plugin.py": JUDGE, "trials.py": TRIALS, "checks.py": CHECKS}
         package(
             site, "judge", files, {"plugins": {"judge": "judge.plugin:Judge"}, "hookspecs": {"judge": "judge.specs"}}
         )
@@ -295,6 +300,15 @@ def test_a_slot_must_be_filled_where_its_declarer_is_enabled(tmp_path: Path, ins
     run(tmp_path, "remarker")  # knows the hook, but nobody is there who calls it
 
 
+def test_who_declares_a_slot_checks_its_provider_at_setup(tmp_path: Path, install: Install) -> None:
+    install("judge", SPECS.replace('"slot",', '"slot", check="judge.checks",'))
+    toys.setup("judge", folder=tmp_path, config={"train.steps": 2})  # nobody fills the slot
+    install("scorer")
+    with pytest.raises(ConfigError, match=r"^length scores one step only, and the run has 2\.$"):
+        toys.setup("judge", "length", folder=tmp_path, config={"train.steps": 2})
+    assert run(tmp_path, "judge", "length").finished.outcome == "done"
+
+
 def test_its_slot_has_a_default(tmp_path: Path, install: Install) -> None:
     install("judge", SPECS.replace('"slot",', '"slot", required=True, default="length",'))
     install("scorer")
@@ -410,6 +424,7 @@ def test_a_spec_takes_plain_arguments(tmp_path: Path, install: Install, argument
             "says asked='step'; write one of 'composition', 'assembly', 'start', 'run', or None",
         ),
         ("event", {"gives": "scores"}, "is of the kind 'event', where 'gives' has no effect"),
+        ("event", {"check": "judge.checks"}, "is of the kind 'event', where 'check' has no effect"),
         ("chain", {"required": True}, "is of the kind 'chain', where 'required' has no effect"),
         ("slot", {"used_later": True}, "is of the kind 'slot', where 'used_later' has no effect"),
         ("slot", {"optional": True, "required": True}, "is both optional and required; remove one"),

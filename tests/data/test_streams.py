@@ -31,6 +31,7 @@ from forge_train_kit.data.shard import Shard
 from forge_train_kit.data.stream import Ordered
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 from forge_train_kit.data.tokens import rows_of
+from forge_train_kit.kernels import needs_of
 
 pytestmark = pytest.mark.unit
 
@@ -468,7 +469,7 @@ class TestPlugins:
         wanted = (source, f"{plugin}.packing=buckets", "train.steps=2", "train.sequence=64", "train.global_batch=4")
         setup = resolve(Request(plugins=(plugin,), set=wanted))
         assert setup.config.train.micro_batch == 1
-        assert not any(need.documents for _, need in setup.hooks.kernel_needs(setup.config))
+        assert not any(need.documents for _, need in needs_of(setup.hooks, setup.config))
         with pytest.raises(ConfigError, match="train.micro_batch: must be 1 with packing 'buckets'"):
             resolve(Request(plugins=(plugin,), set=(*wanted, "train.micro_batch=2")))
 

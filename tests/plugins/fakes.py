@@ -37,6 +37,7 @@ class Hooks:
         self.cross_entropy, self.lm_head = make(CrossEntropy), make(LanguageModelHead)
         self.asked_of_kernel: list[KernelCapabilities] = []
         self.enabled: dict[str, Any] = {}
+        self.opened = False
 
     def provider(self, slot: str) -> str | None:
         return "text" if slot == "tokenizer" and self._tokenizer is not None else None

@@ -22,7 +22,7 @@ from ..plugin.calls import EnabledPlugin, plugin_note, without
 from ..plugin.job import Job
 from ..plugin.returns import kind_of
 from ..registry.unused import note_unused
-from .coverage import check_added, check_coverage, check_kernel, needed
+from .coverage import check_added, check_coverage, needed
 from .extra import extra_jobs, told_of
 from .initialise import declared, materialise, retie, tied_groups
 from .sizes import addressable
@@ -101,7 +101,6 @@ def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], N
         change(parts[0])
     if frozen:
         parts[0].requires_grad_(False)
-    check_kernel(job)
     starts = declared(parts[0])
     transforms = order(needed(offered := job.hooks.parallelize()), job.hooks.enabled)
     applied: list[tuple[int | None, Applied]] = []

@@ -7,11 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..contract.attention import KernelCapabilities
 from ..contract.transform import Transform
 from ..mesh.layout import Layout
 from ..plugin.job import Job
-from ..registry import kernels
 from ..registry.discovery import discover
 
 
@@ -56,18 +54,6 @@ def check_added(who: str, layout: Layout, parts: Iterable[nn.Module], added: Col
                     f"{who} adds {name!r} to experts, which parallel.ep = {layout.ep} spreads over ranks, and does not "
                     "split it; do as with their weights: distribute_tensor(…, weight.device_mesh, weight.placements)."
                 )
-
-
-def check_kernel(job: Job) -> None:
-    """Check that the attention kernel supports what the layers ask for, on this device.
-
-    Raises:
-        ConfigError: if it does not; names the installed kernels that do.
-    """
-    device = KernelCapabilities(devices=(job.device.type,))
-    asked = [("a layer asks for it", needs) for needs in job.hooks.asked_of_kernel]
-    if lacking := [*kernels.misfits(job.hooks, [*asked, ("the run is on it", device)])]:
-        raise ConfigError("\n".join(dict.fromkeys(lacking)))
 
 
 def _covering(job: Job, axis: str) -> str:

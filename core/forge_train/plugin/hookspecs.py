@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..base.errors import Problem
-from ..contract.attention import KernelCapabilities
 from ..contract.batch import Preparation
 from ..contract.extra import ExtraModel
 from ..contract.metric import Metric
@@ -156,11 +155,6 @@ def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
 @hookspec("questions", observes=True, used_later=True)
 def metrics(model: Model, job: Job) -> Mapping[str, Metric] | None:
     """Numbers that this plugin observes, by name, added up over ranks, logged as `plugin.name`; asked at start-up."""
-
-
-@hookspec("questions")
-def kernel_needs(config: Config) -> KernelCapabilities | None:
-    """Return what this plugin will ask of the attention kernel. Called before any slow import."""
 
 
 # -- the run --------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ..base.errors import ConfigError, PluginError, Problem
-from ..contract.attention import KernelCapabilities
 from ..contract.batch import CurrentStep, Preparation, PrepareBatch, PrepareStep
 from ..contract.events import metric_key
 from ..contract.extra import Extra, ExtraModel
@@ -142,12 +141,6 @@ class Hooks(Caller):
 
     def extra_models(self) -> list[tuple[str, ExtraModel]]:
         return [(name, one) for name, found in self._ask("extra_models") for one in found]
-
-    def kernel_needs(self, config: Config) -> list[tuple[str, KernelCapabilities]]:
-        """Return each plugin's needs of the attention kernel, labelled; without the data's if no data is read."""
-        idle = self.provider("build_data") if self.opened else None
-        answers = dict(self._calls.collect("kernel_needs", {"config": config}))
-        return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
 
     def checkpoint_copies(self, config: Config, run: Path) -> CheckpointCopies:
         """Return the copies of the checkpoints of a run with this folder.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import ConfigError, ForgeError, Problem, describe, locate, nearest
 from ..base.failure import during
-from ..base.names import canonical
+from ..base.names import canonical, import_module
 from ..config import Config, rules
 from ..config.layers import DEFAULT, Layered, Origin, Request, Tree, UnknownPresetError, Value, lay
 from ..config.sections import CORE_SECTIONS
@@ -17,7 +17,7 @@ from ..config.validate import Mistake, validate
 from ..plugin.calls import EnabledPlugin, plugin_note
 from ..plugin.job import Hooks
 from ..plugin.plugin import PROJECT, Plugin
-from . import epochs, kernels
+from . import epochs
 from .discovery import discover
 from .resolution import Resolution, foreign_map
 
@@ -87,7 +87,7 @@ def resolve(
     checked = rules.filled(config, steps=epochs.UNKNOWN) if config.train.epochs else config
     problems = [*rules.check(config, world), *hooks.check_config(checked)] if training else []
     _raise(_located(config, problem) for problem in problems if data or not problem.data)
-    _raise(kernels.misfits(hooks, hooks.kernel_needs(config)) if training else [])
+    _raise(_misfits(hooks, config) if training else [])
     for name, slot in resolution.idle.items():
         log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", name, slot)
     config = rules.fill_in(config, world) if training else config
@@ -96,6 +96,13 @@ def resolve(
         problems = [*rules.check(config, world), *hooks.check_config(config)]
         _raise(_located(config, problem) for problem in problems if data or not problem.data)
     return Setup(config, hooks)
+
+
+def _misfits(hooks: Hooks, config: Config) -> Iterator[str]:
+    """Yield a sentence for each reason why the plugin of a slot does not suit the run, by the slot's declarer."""
+    for slot, spec in hooks.specs.items():
+        if spec.check and hooks.provider(slot):
+            yield from import_module(spec.check).check(hooks, config)
 
 
 def _bring(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -> bool:

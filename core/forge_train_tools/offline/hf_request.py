@@ -13,9 +13,9 @@ from forge_train.config.layers import Request
 from forge_train.loop import model_files
 from forge_train.loop.model_files import files, vocabulary_of
 from forge_train.plugin.job import Hooks
-from forge_train.registry import kernels
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import resolve
+from forge_train_kit import kernels
 from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, Folder
@@ -72,7 +72,8 @@ def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
 def _kernel(request: Request) -> tuple[str, ...]:
     """A kernel that supports the model, if the default kernel does not and the user named no other."""
     setup = resolve(request, training=False)
-    name, asked = setup.hooks.provider(kernels.SLOT), [one for _, one in setup.hooks.kernel_needs(setup.config)]
+    name = setup.hooks.provider("attention_kernel")
+    asked = [one for _, one in kernels.needs_of(setup.hooks, setup.config)]
     if name is None or name not in setup.config.defaults.values() or setup.hooks.enabled[name].named:
         return ()
 

@@ -35,11 +35,13 @@ class SDPA(Plugin):
     @hookimpl
     def attention_kernel(self, job: Job) -> AttentionKernel:
         """The same kernel for every layer, so that layers share a batch's mask."""
+        from forge_train_kit.kernels import needs_of
+
         from ._sdpa import Kernel, missing
 
         backend = self.config.backend
         if self._kernel is None and backend != "auto":
-            masked = any(needs.documents or needs.windows for _, needs in job.hooks.kernel_needs(job.config))
+            masked = any(needs.documents or needs.windows for _, needs in needs_of(job.hooks, job.config))
             if why := missing(backend, job.device, job.config.train.precision, masked=masked):
                 raise ConfigError(f"sdpa.backend = {backend!r}: {why}.")
         self._kernel = self._kernel or Kernel(backend)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forge_train import ConfigError, Job, KernelCapabilities
 from forge_train.registry.discovery import find, load
+from forge_train_kit.kernels import needs_of
 from forge_train_kit.layers import AttentionKernel
 
 KEYWORDS = {
@@ -65,7 +66,7 @@ class Choice:
             ConfigError: if there is none.
         """
         job = self._job
-        asked = [needs for _, needs in job.hooks.kernel_needs(job.config)]
+        asked = [needs for _, needs in needs_of(job.hooks, job.config)]
         self.needs = union([*asked, *job.hooks.asked_of_kernel])
         if found := [name for name, one in self._capabilities.items() if not [*one.lacks(self.needs)]]:
             return found

@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig
 from forge_train import ConfigError, KernelCapabilities
 from forge_train.base.errors import describe
 from forge_train.base.format import format_list
-from forge_train.registry import kernels
-from forge_train_kit import hookspecs
+from forge_train_kit import hookspecs, kernels
 from forge_train_kit.heads import HeadSpec
 from forge_train_kit.model import Dropout
 
@@ -72,12 +71,12 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     reached = asked.documents if asked is not None else set()
     reaches = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
     isolates = kernel and reaches
-    for who, needs in job.hooks.kernel_needs(job.config):
+    for who, needs in kernels.needs_of(job.hooks, job.config):
         if needs.documents and not isolates:
             ways_out = _ways_out(job, asked.needs if asked is not None and reaches else None)
             raise ConfigError(f"{no_documents(name)}. {who[0].upper()}{who[1:]}.{ways_out}")
     if asked is not None and kernel:
-        attention.take(model, hookspecs.attention_kernel(job), asked)
+        attention.take(model, kernels.kernel_with(KernelCapabilities(), job), asked)
     experts.take(inner, job)
     drawn = Drawn(type(config).from_dict(config.to_dict()), units)
     given = job.hooks.gives("head") if job.hooks.provider("head") else "token_logits"
@@ -103,7 +102,7 @@ def _ways_out(job: Job, needs: KernelCapabilities | None) -> str:
     found = ""
     if needs is not None:
         wanted = replace(needs, documents=True, devices=(job.device.type,))
-        able = kernels.able([wanted, *(one for _, one in job.hooks.kernel_needs(job.config))])
+        able = kernels.able([wanted, *(one for _, one in kernels.needs_of(job.hooks, job.config))])
         found = (
             f" Installed kernels that keep them apart: {', '.join(able)}; enable one with --plugins." if able else ""
         )
