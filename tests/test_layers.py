@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from forge_train.mesh import axes
+from forge_train.plugin import hookspecs
 
 ROOT = Path(__file__).parents[1]
 KERNEL, KIT, TOOLS, PLUGINS = "forge_train", "forge_train_kit", "forge_train_tools", "forge_train_plugins"
@@ -230,6 +231,34 @@ def test_sees_a_circle() -> None:
     fault = ("base/errors.py:1", f"{KERNEL}.base.errors", f"{KERNEL}.step.step")
     fine = ("engine.py:1", f"{KERNEL}.engine", f"{KERNEL}.loop.training.Training")
     assert room_faults([fault, fine]) == [f"base/errors.py:1: {KERNEL}.base.errors imports {KERNEL}.step.step"]
+
+
+MOST_HOOKS, MOST_LINES = 23, 150
+"""Hooks that the kernel may declare, and the lines of code in which it does. Both may only fall."""
+
+
+def code_lines(source: str) -> int:
+    """Lines without blanks, comments and docstrings."""
+    prose = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = enumerate(source.splitlines(), 1)
+    return sum(
+        number not in prose and not line.strip().startswith("#") and bool(line.strip()) for number, line in lines
+    )
+
+
+def test_the_kernel_declares_few_hooks_in_few_lines() -> None:
+    source = (ROOT / "core" / KERNEL / "plugin" / "hookspecs.py").read_text(encoding="utf-8")
+    assert len(hookspecs.SPECS) <= MOST_HOOKS
+    assert code_lines(source) <= MOST_LINES
+
+
+def test_counts_lines_of_code() -> None:
+    assert code_lines('"""A\nB."""\n\n# c\nx = 1  # d\n\n\ndef f():\n    """E."""\n    return """g\nh"""\n') == 4
 
 
 @pytest.mark.parametrize("package", [PLUGINS, CONTRIB])
