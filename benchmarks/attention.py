@@ -26,6 +26,7 @@ from torch.profiler import profile
 
 from forge_train import Job, Plugin, hookimpl
 from forge_train.contract.protocols import Span, SpanName
+from forge_train_kit.layers import AttentionOptions
 from forge_train_plugins.attention.flex import Flex
 from forge_train_plugins.attention.packed import Varlen
 from forge_train_plugins.attention.sdpa import SDPA
@@ -54,7 +55,7 @@ def attention(name: str) -> Callable[[], None]:
     of_documents = torch.arange(DOCUMENTS).repeat_interleave(lengths())[None]
 
     def once() -> None:
-        kernel(*given, document_ids=of_documents.clone()).sum().backward()
+        kernel(*given, AttentionOptions(document_ids=of_documents.clone())).sum().backward()
 
     return once
 

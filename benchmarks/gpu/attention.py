@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forge_train import ConfigError, KernelCapabilities
 from forge_train.registry.discovery import discover, load
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import DroppedWeights
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._packed.versions import missing as missing_flash
@@ -164,7 +165,7 @@ def _results(kernel: Any, given: list[Tensor], keywords: dict[str, Any]) -> list
     """What it gives, and the gradients of all inputs."""
     if "sinks" in keywords:
         keywords = {**keywords, "sinks": given[3]}
-    out = kernel(*given[:3], **keywords)
+    out = kernel(*given[:3], AttentionOptions(**keywords))
     out = out if isinstance(out, tuple) else (out,)
     generator = torch.Generator().manual_seed(1)
     total: Any = 0

@@ -172,7 +172,7 @@ SNIPPETS = {
     ),
     "attention_kernel": Snippet(
         imports=("KernelCapabilities",),
-        types=("AttentionKernel", "Job"),
+        types=("AttentionKernel", "AttentionOptions", "Job"),
         torch=True,
         body="""\
     kernel_capabilities = KernelCapabilities(documents=True)
@@ -182,19 +182,15 @@ SNIPPETS = {
         import torch
 
         def attend(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            *,
-            document_ids: torch.Tensor | None = None,
-            scale: float | None = None,
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
         ) -> torch.Tensor:
+            options.check("documents")
             group = query.shape[2] // key.shape[2]
             key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
-            logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
+            logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (options.scale or query.shape[-1] ** -0.5)
             seen = logits.new_ones(logits.shape[-2:], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
-            if document_ids is not None:
-                seen = seen & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+            if (ids := options.document_ids) is not None:
+                seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
             weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
             return torch.einsum("bhqk,bkhd->bqhd", weights, value)
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-__all__ = ["Attention", "AttentionKernel", "FeedForward", "Layer", "Recurrence"]
+from forge_train.base.errors import ConfigError
+from forge_train.base.format import format_list
+
+__all__ = ["Attention", "AttentionKernel", "AttentionOptions", "FeedForward", "Layer", "Recurrence"]
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from .model.attention_dropout import DroppedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +87,78 @@ class Attention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Options of one call of an attention kernel. Without any, attention is causal and scaled by 1/√head_dim.
+
+    Each option but `scale` needs the `KernelCapabilities` named in brackets.
+    """
+
+    scale: float | None = None
+    """Factor on the logits."""
+    document_ids: Tensor | None = None
+    """[documents] `[batch, key_sequence]` int64 of the keys, and of the queries at their positions. A kernel may count
+    on the tokens of a document being neighbours."""
+    offset: int | None = None
+    """[offsets] Position of the first query, counted from the first key; by default, the last query sees every key of a
+    cache. No query sees keys beyond the last query. Every query sees at least one key, unless the kernel declares
+    `blocks`."""
+    window: int | None = None
+    """[windows] Number of positions that a query sees, its own included."""
+    dropout: DroppedWeights | None = None
+    """[dropout] Determines by positions which weights are zero. The log-sum-exp includes all weights."""
+    soft_cap: float | None = None
+    """[soft_caps] Logits become `cap · tanh(logits / cap)`."""
+    sinks: Tensor | None = None
+    """[sinks] `[heads]`: a logit for each head that takes part in the softmax and has no value."""
+    log_sum_exp: bool = False
+    """[log_sum_exp] Return the log-sum-exp as well."""
+    query_document_ids: Tensor | None = None
+    """[blocks] `[batch, sequence]` of the queries, where the keys are a block of all keys, and `document_ids` those of
+    the block. A query that sees no key gets 0, and −∞ as its log-sum-exp, without gradients."""
+
+    def first_query(self, query: Tensor, key: Tensor) -> int:
+        """Return the position of the first query, counted from the first key."""
+        return key.shape[1] - query.shape[1] if self.offset is None else self.offset
+
+    def needs(self) -> tuple[str, ...]:
+        """Return the names of the `KernelCapabilities` that these options need."""
+        values = ((flag, getattr(self, name)) for name, flag in _NEEDED.items())
+        return tuple(flag for flag, value in values if value is not None and value is not False)
+
+    def check(self, *declared: str) -> None:
+        """Refuse options that a kernel would otherwise ignore.
+
+        Args:
+            declared: the names of the kernel's `KernelCapabilities`.
+
+        Raises:
+            ConfigError: if the options need others.
+        """
+        if lacking := [flag for flag in self.needs() if flag not in declared]:
+            raise ConfigError(
+                f"Attention was called with options that its kernel does not support: {format_list(lacking)}. A layer "
+                "that needs them must ask for them with kernel_with()."
+            )
+
+
+_NEEDED = {
+    "document_ids": "documents",
+    "offset": "offsets",
+    "window": "windows",
+    "dropout": "dropout",
+    "soft_cap": "soft_caps",
+    "sinks": "sinks",
+    "log_sum_exp": "log_sum_exp",
+    "query_document_ids": "blocks",
+}
+"""Option → the capability that it needs."""
+
+
 class AttentionKernel(Protocol):
     """`attention_kernel`: scaled dot-product attention, causal, with grouped queries."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
         """Causal attention.
 
         Args:
@@ -93,23 +166,7 @@ class AttentionKernel(Protocol):
             key: `[batch, key_sequence, kv_heads, head_dim]`; heads is a multiple of kv_heads, each serving
                 heads // kv_heads neighbouring query heads.
             value: as `key`.
-
-        Keyword arguments, those but `scale` only for a kernel that declares them in `Plugin.kernel_capabilities`:
-            scale: of the logits, 1/√head_dim by default.
-            document_ids: `[batch, key_sequence]` int64 of the keys, and of the queries at their positions. A kernel may
-                count on the tokens of a document being neighbours.
-            offset: position of the first query, counted from the first key; key_sequence - sequence by default, so that
-                the last query sees every key of a cache. Keys beyond the last query are seen by none. Every query sees
-                a key at least, where a kernel is not asked for `blocks`.
-            window: positions that a query sees, itself included; all by default.
-            dropout: a `DroppedWeights`, which determines by positions which weights are zero; none by default.
-                The log-sum-exp is that of all weights.
-            soft_cap: none by default.
-            sinks: `[heads]`.
-            log_sum_exp: whether to return it.
-            query_document_ids: `[batch, sequence]` of the queries, or None without documents, where keys are a block
-                of all, and `document_ids` of the block alone. A query that sees no key gets 0, and as its log-sum-exp
-                −∞, without gradients.
+            options: of this call; a kernel refuses those that it does not support with `options.check(…)`.
 
         Returns:
             `[batch, sequence, heads, head_dim]`; with `log_sum_exp`, and `[batch, heads, sequence]` in float32.

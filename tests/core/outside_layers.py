@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from forge_train import Init, Job, KernelCapabilities, attach_loss, hookimpl
 from forge_train_kit import hookspecs
 from forge_train_kit.heads import HeadSpec, Trunk
-from forge_train_kit.layers import Layer
+from forge_train_kit.layers import AttentionOptions, Layer
 from forge_train_kit.model import Embedding, Linear, RMSNorm
 from forge_train_plugins.experts.hookspecs import token_dispatch
 from outside import VOCABULARY, Outside
@@ -119,7 +119,7 @@ class OutsideMixer(nn.Module):
     ) -> Tensor:
         self.note()
         heads = self.into(x).unflatten(-1, self.shape)
-        out: Tensor = self.out(self.kernel(heads, heads, heads, document_ids=document_ids).flatten(2))
+        out: Tensor = self.out(self.kernel(heads, heads, heads, AttentionOptions(document_ids=document_ids)).flatten(2))
         return out
 
 
@@ -130,24 +130,16 @@ class OutsideKernel(Outside):
 
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:
-        def attend(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            *,
-            document_ids: Tensor | None = None,
-            offset: int | None = None,
-            scale: float | None = None,
-        ) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+            options.check("documents", "offsets")
             self.use()
-            groups, queries = query.shape[2] // key.shape[2], query.shape[1]
-            first = key.shape[1] - queries if offset is None else offset
+            groups, queries, first = query.shape[2] // key.shape[2], query.shape[1], options.first_query(query, key)
             key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
-            logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
+            logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (options.scale or query.shape[-1] ** -0.5)
             seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(first)
-            if document_ids is not None:
-                own = document_ids[:, first : first + queries]
-                seen = seen & (own[:, None, :, None] == document_ids[:, None, None, :])
+            if (ids := options.document_ids) is not None:
+                own = ids[:, first : first + queries]
+                seen = seen & (own[:, None, :, None] == ids[:, None, None, :])
             return torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
         return attend

@@ -29,6 +29,8 @@ from forge_train import (
     hookimpl,
     section,
 )
+from forge_train_kit.layers import AttentionOptions
+from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_tools.testing import Installed, Report, assert_conforms, check
 
 
@@ -253,9 +255,26 @@ class Leaky(Plugin):
 
     @hookimpl
     def attention_kernel(self) -> Any:
-        def attend(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+            options.check("documents")
             heads = query.shape[2] // key.shape[2]
             return value.repeat_interleave(heads, 2).mean(1, keepdim=True).expand_as(query)
+
+        return attend
+
+
+class Heedless(Plugin):
+    """Attention that ignores what it does not support, without an error."""
+
+    api = (1, 0)
+    kernel_capabilities = KernelCapabilities(documents=True)
+
+    @hookimpl
+    def attention_kernel(self) -> Any:
+        def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+            known = AttentionOptions(scale=options.scale, document_ids=options.document_ids)
+            out: Tensor = Eager()(query, key, value, known)
+            return out
 
         return attend
 
@@ -284,6 +303,7 @@ class Swallowing(Plugin):
         (Scaleless, {"executor: accumulates the right gradients", "executor: tells the model the last micro-batch"}),
         (Stateless, {"optimizer: its state goes round", "resumes exactly"}),
         (Leaky, {"attention_kernel: agrees with the formula"}),
+        (Heedless, {"attention_kernel: refuses what it does not declare"}),
         (Swallowing, {"around: lets errors through"}),
     ],
 )

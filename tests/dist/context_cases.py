@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import TiledAttention
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.parallel._cp.apply import ranks_of
@@ -77,7 +78,7 @@ def results(kernel: Any, given: list[Tensor], asked: dict[str, Any], ids: dict[s
     """What it gives, and gradients of what it is given; of outputs at some positions."""
     given = [one.clone().requires_grad_() for one in given]
     keywords = {**asked, **ids, **({"sinks": given[3]} if "sinks" in asked else {})}
-    found = kernel(*given[:3], **keywords)
+    found = kernel(*given[:3], AttentionOptions(**keywords))
     outs = found if isinstance(found, tuple) else (found,)
     generator = torch.Generator().manual_seed(1)
     length = 128 * torch.distributed.get_world_size()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Applied, Transform, hookimpl
+from forge_train_kit.layers import AttentionOptions
 from forge_train_plugins.parallel._cp import ring
 from forge_train_plugins.parallel._cp.kernel import ContextKernel, Ranks, Sequences
 from forge_train_plugins.parallel.cp import ContextParallel
@@ -58,9 +59,10 @@ class LocalDropout(Wrapping):
     def spoil(self, kernel: ContextKernel) -> None:
         right = kernel.kernel
 
-        def local(*given: Any, **asked: Any) -> Any:
-            dropped = {"dropout": asked["dropout"]._replace(start=0)} if "dropout" in asked else {}
-            return right(*given, **{**asked, **dropped})
+        def local(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
+            if (dropped := options.dropout) is not None:
+                options = replace(options, dropout=dropped._replace(start=0))
+            return right(query, key, value, options)
 
         kernel.kernel = local
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,52 +11,40 @@ from torch import Tensor, nn
 
 from forge_train import Job, KernelCapabilities, Plugin, hookimpl
 from forge_train_kit import hookspecs
-from forge_train_kit.layers import Layer
-from forge_train_kit.model import DroppedWeights, Linear
+from forge_train_kit.layers import AttentionOptions, Layer
+from forge_train_kit.model import Linear
 from forge_train_plugins.attention._auto import measure as measuring
 from forge_train_plugins.attention.auto import Auto
 from forge_train_plugins.attention.flex import Flex
 from forge_train_plugins.attention.packed import Varlen
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    offset: int | None = None,
-    document_ids: Tensor | None = None,
-    window: int | None = None,
-    dropout: DroppedWeights | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    log_sum_exp: bool = False,
-    query_document_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
+def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
     """Everything that can be asked for, with a loop over heads."""
     group, queries, keys = query.shape[2] // key.shape[2], query.shape[1], key.shape[1]
-    first = keys - queries if offset is None else offset
+    first, soft_cap, sinks = options.first_query(query, key), options.soft_cap, options.sinks
     distance = (torch.arange(queries) + first)[:, None] - torch.arange(keys)
-    hidden = ((distance < 0) | (distance >= (window or keys + first + queries)))[None].expand(len(query), -1, -1)
-    if document_ids is not None:
-        own = document_ids[:, first : first + queries] if query_document_ids is None else query_document_ids
-        hidden = hidden | (own[:, :, None] != document_ids[:, None])
+    hidden = ((distance < 0) | (distance >= (options.window or keys + first + queries)))[None].expand(
+        len(query), -1, -1
+    )
+    if (ids := options.document_ids) is not None:
+        own = ids[:, first : first + queries] if options.query_document_ids is None else options.query_document_ids
+        hidden = hidden | (own[:, :, None] != ids[:, None])
     outs, sums = [], []
     for head in range(query.shape[2]):
-        logits = query[:, :, head] @ key[:, :, head // group].mT * (scale or query.shape[-1] ** -0.5)
+        logits = query[:, :, head] @ key[:, :, head // group].mT * (options.scale or query.shape[-1] ** -0.5)
         logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
         logits = logits.masked_fill(hidden, -torch.inf)
         total = logits.logsumexp(-1, keepdim=True)
         total = total if sinks is None else torch.logaddexp(total, sinks[head].expand_as(total))
         safe = total.masked_fill(total == -torch.inf, 0)
         weights = (logits - safe).exp()
-        if dropout is not None:
+        if (dropout := options.dropout) is not None:
             weights = dropout._replace(heads=dropout.heads[head : head + 1])(weights[:, None], first)[:, 0]
         outs.append(weights @ value[:, :, head // group])
         sums.append(total.squeeze(-1))
     out = torch.stack(outs, dim=2)
-    return (out, torch.stack(sums, dim=1).float()) if log_sum_exp else out
+    return (out, torch.stack(sums, dim=1).float()) if options.log_sum_exp else out
 
 
 class Plain(Plugin):
@@ -66,8 +55,9 @@ class Plain(Plugin):
 
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:
-        def plain(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Any:
-            return attend(query, key, value, scale=scale)
+        def plain(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
+            options.check()
+            return attend(query, key, value, options)
 
         return plain
 
@@ -100,8 +90,8 @@ class Boasting(Plugin):
 
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:
-        def attend_to_all(query: Tensor, key: Tensor, value: Tensor, *, window: Any = None, **asked: Any) -> Any:
-            return attend(query, key, value, **asked)
+        def attend_to_all(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
+            return attend(query, key, value, replace(options, window=None))
 
         return attend_to_all
 
@@ -136,7 +126,7 @@ class Leaking(Varlen):
         kernel = super().attention_kernel(job)
         if job.dist.world == 1:
             return kernel
-        return lambda query, key, value, document_ids=None, **asked: kernel(query, key, value, **asked)
+        return lambda query, key, value, options: kernel(query, key, value, replace(options, document_ids=None))
 
 
 class Grouping(Flex):
@@ -147,7 +137,7 @@ class Grouping(Flex):
         kernel = super().attention_kernel(job)
         if job.dist.world == 1:
             return kernel
-        return lambda query, key, value, **asked: kernel(query, key.flip(2), value.flip(2), **asked)
+        return lambda query, key, value, options: kernel(query, key.flip(2), value.flip(2), options)
 
 
 class Opinions(Auto):
@@ -190,6 +180,6 @@ class LocalMixer(nn.Module):
         self, x: Tensor, *, position_ids: Any = None, document_ids: Tensor | None = None, cache: Any = None
     ) -> Tensor:
         query, key, value = self.into(x).unflatten(-1, self.shape).unbind(2)
-        asked = {} if document_ids is None else {"document_ids": document_ids}
-        out: Tensor = self.out(self.kernel(query, key, value, window=5, **asked).flatten(2))
+        options = AttentionOptions(document_ids=document_ids, window=5)
+        out: Tensor = self.out(self.kernel(query, key, value, options).flatten(2))
         return out

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fakes
 from forge_train import ConfigError, PluginError, attach_loss
 from forge_train.contract.auxiliary import loss_scaling
+from forge_train_kit.layers import AttentionOptions
 from forge_train_plugins.attention._flex import FlexKernel
 from forge_train_plugins.attention._packed.kernel import PackedKernel, TiledKernel
 from forge_train_plugins.attention._sdpa import Kernel as SDPAKernel
@@ -243,7 +244,9 @@ def test_units_with_packed_documents_are_compiled_around_their_kernel(mode: str)
 
         def forward(self, x: Tensor, document_ids: Tensor) -> Tensor:
             hidden = torch.unflatten(self.a(x), -1, (2, 4))
-            out: Tensor = self.b(self.kernel(hidden, hidden, hidden, document_ids=document_ids).flatten(2))
+            out: Tensor = self.b(
+                self.kernel(hidden, hidden, hidden, AttentionOptions(document_ids=document_ids)).flatten(2)
+            )
             return x + out
 
     torch.compiler.reset()

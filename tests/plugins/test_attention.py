@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fakes
-from forge_train_kit.layers import Layer
+from forge_train_kit.layers import AttentionOptions, Layer
 from forge_train_kit.model import RoPE
 from forge_train_plugins.attention._gqa import GroupedQueryAttention
 from forge_train_plugins.attention._sdpa import Kernel
@@ -43,13 +43,14 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
 def test_kernel_is_attention_written_out(kv_heads: int, queries: int, document_ids: Tensor | None) -> None:
     query = random(2, queries, 4, 8)
     key, value = random(2, 6, kv_heads, 8, seed=1), random(2, 6, kv_heads, 8, seed=2)
-    found = Kernel()(query, key, value, document_ids=document_ids)
+    found = Kernel()(query, key, value, AttentionOptions(document_ids=document_ids))
     torch.testing.assert_close(found, written_out(query, key, value, document_ids))
 
 
 def test_kernel_takes_a_scale() -> None:
     query, key = random(1, 3, 1, 4), random(1, 3, 1, 4, seed=1)
-    torch.testing.assert_close(Kernel()(query, key, key, scale=0.25), Kernel()(query * 0.5, key, key))
+    scaled, plain = AttentionOptions(scale=0.25), AttentionOptions()
+    torch.testing.assert_close(Kernel()(query, key, key, scaled), Kernel()(query * 0.5, key, key, plain))
 
 
 @pytest.mark.parametrize("document_ids", [None, torch.zeros(1, 256, dtype=torch.int64)], ids=["causal", "packed"])
@@ -58,25 +59,25 @@ def test_keys_and_values_are_not_repeated_for_their_groups(document_ids: Tensor 
     query, key = random(1, 256, 16, 64).float().requires_grad_(), random(1, 256, 1, 64).float().requires_grad_()
     masks = 0 if document_ids is None else 256 * 256 * (4 + 4 * 1)
     size = query.numel() * 4
-    assert peak_memory(lambda: Kernel()(query, key, key, document_ids=document_ids)) <= 1.5 * size + masks
+    assert (
+        peak_memory(lambda: Kernel()(query, key, key, AttentionOptions(document_ids=document_ids)))
+        <= 1.5 * size + masks
+    )
 
 
 def test_layers_share_the_mask_of_a_batch() -> None:
-    query, document_ids = random(1, 256, 1, 8).float().requires_grad_(), torch.zeros(1, 256, dtype=torch.int64)
-    kernel, one_mask = Kernel(), 256 * 256 * 4
-    assert (
-        peak_memory(lambda: [kernel(query, query, query, document_ids=document_ids) for _ in range(8)]) <= 3 * one_mask
-    )
+    query, kernel, one_mask = random(1, 256, 1, 8).float().requires_grad_(), Kernel(), 256 * 256 * 4
+    options = AttentionOptions(document_ids=torch.zeros(1, 256, dtype=torch.int64))
+    assert peak_memory(lambda: [kernel(query, query, query, options) for _ in range(8)]) <= 3 * one_mask
 
 
 def test_a_mask_is_made_anew_when_the_documents_change_in_place() -> None:
     kernel, query = Kernel(), random(2, 6, 1, 4)
     document_ids = torch.zeros_like(DOCUMENTS)
-    kernel(query, query, query, document_ids=document_ids)
+    options = AttentionOptions(document_ids=document_ids)
+    kernel(query, query, query, options)
     document_ids.copy_(DOCUMENTS)
-    torch.testing.assert_close(
-        kernel(query, query, query, document_ids=document_ids), written_out(query, query, query, DOCUMENTS)
-    )
+    torch.testing.assert_close(kernel(query, query, query, options), written_out(query, query, query, DOCUMENTS))
 
 
 def layer(**values: object) -> Layer:

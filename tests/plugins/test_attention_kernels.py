@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import combinations, product
@@ -15,6 +14,7 @@ from torch import Tensor
 import fakes
 from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl
 from forge_train.registry.discovery import discover, load
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import DroppedWeights
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._packed import versions
@@ -28,13 +28,6 @@ ABLE = {name: one.kernel_capabilities or KernelCapabilities() for name, one in F
 HERE = [name for name, able in ABLE.items() if "cpu" in (able.devices or ("cpu",))]
 """Those that run on a CPU."""
 FLAGS = [one.name for one in fields(KernelCapabilities) if one.name not in ("head_dims", "devices")]
-KEYWORDS = dict(
-    zip(
-        FLAGS,
-        ("document_ids", "offset", "window", "dropout", "soft_cap", "sinks", "log_sum_exp", "query_document_ids"),
-        strict=True,
-    )
-)
 DROPPED = DroppedWeights(0.25, torch.tensor([7, -3], dtype=torch.int32), torch.arange(HEADS, dtype=torch.int32))
 Asked = dict[str, Any]
 
@@ -98,7 +91,7 @@ def draw(asked: Asked, kv_heads: int, dtype: torch.dtype) -> tuple[list[Tensor],
 
 def results(kernel: Any, given: list[Tensor], asked: Asked) -> list[Tensor]:
     """What it gives, and the gradients of all inputs."""
-    out = kernel(*given[:3], **asked)
+    out = kernel(*given[:3], AttentionOptions(**asked))
     out = out if isinstance(out, tuple) else (out,)
     generator = torch.Generator().manual_seed(1)
     total = sum((one * torch.randn(one.shape, generator=generator)).sum() for one in out)
@@ -158,26 +151,26 @@ def test_dropout_keeps_weights_or_drops_them(name: str) -> None:
     features = 40
     query, key = (torch.randn(BATCH, features, HEADS, features) for _ in range(2))
     value, kernel = torch.eye(features)[None, :, None].expand_as(key), kernel_of(name)
-    whole, found = kernel(query, key, value), kernel(query, key, value, dropout=DROPPED)
+    whole, found = (kernel(query, key, value, AttentionOptions(dropout=one)) for one in (None, DROPPED))
     kept = found != 0
     torch.testing.assert_close(found[kept], (whole / 0.75)[kept], rtol=1e-4, atol=1e-6)
     assert 0.7 < float(kept.sum()) / float((whole != 0).sum()) < 0.8
     for start in (5, 12):  # a block of keys has its own part of the weights
-        asked = {"query_document_ids": None, "offset": 20 - start, "dropout": DROPPED._replace(start=start)}
-        block = kernel(query[:, 20:], key[:, start:], value[:, start:], **asked)
+        options = AttentionOptions(offset=20 - start, dropout=DROPPED._replace(start=start))
+        block = kernel(query[:, 20:], key[:, start:], value[:, start:], options)
         assert torch.equal(block[..., start:] != 0, kept[:, 20:][..., start:])
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if ABLE[name].documents])
 def test_nothing_comes_from_another_document_or_a_later_token(name: str) -> None:
     (query, key, value), _ = draw({}, 2, torch.float32)
-    document_ids = packed(1, 40, 100, 9).expand(BATCH, -1)
-    clean = kernel_of(name)(query, key, value, document_ids=document_ids)
+    options = AttentionOptions(document_ids=packed(1, 40, 100, 9).expand(BATCH, -1))
+    clean = kernel_of(name)(query, key, value, options)
     seen = torch.zeros(SEQUENCE, dtype=torch.bool)
     seen[41:61] = True  # of queries 41 to 60
     unseen = (~seen)[:, None, None]
     key, value = (key.detach() + 30 * unseen).requires_grad_(), (value.detach() + 1e15 * unseen).requires_grad_()
-    out = kernel_of(name)(query, key, value, document_ids=document_ids)[:, 41:61]
+    out = kernel_of(name)(query, key, value, options)[:, 41:61]
     torch.testing.assert_close(out, clean[:, 41:61])
     for grad in torch.autograd.grad(out.sum(), (key, value)):
         assert not grad[:, ~seen].any()
@@ -194,14 +187,12 @@ def test_bf16_is_no_farther_from_the_truth_than_torch(name: str) -> None:
         assert (found - wanted).norm() <= 2 * (by_torch - wanted).norm()
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_takes_the_keywords_that_it_declares_and_no_other(name: str) -> None:
-    parameters = inspect.signature(kernel_of(name)).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):  # `auto` hands on what others take
-        assert declared(name) == FLAGS
-        return
-    taken = {one.name for one in parameters} - {"query", "key", "value", "scale"}
-    assert taken == {KEYWORDS[flag] for flag in declared(name)}
+@pytest.mark.parametrize("name", [name for name in HERE if declared(name) != FLAGS])
+def test_refuses_options_that_it_does_not_declare(name: str) -> None:
+    for flag in {*FLAGS} - {*declared(name)} - {"offsets", "blocks"}:
+        given, asked = draw(variants(flag)[0], 2, torch.float32)
+        with pytest.raises(ConfigError, match=f"options that its kernel does not support: {flag}"):
+            kernel_of(name)(*given[:3], AttentionOptions(**asked))
 
 
 class Asking(Plugin):

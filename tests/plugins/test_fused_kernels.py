@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import fakes
 from forge_train import ConfigError
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import TiledAttention
 from forge_train_plugins.attention import _flex
 from forge_train_plugins.attention._eager import Kernel as Eager
@@ -69,7 +70,7 @@ def agree(attend: Any, asked: dict[str, Any], kv_heads: int = 2) -> None:
         given.append(asked["sinks"])
     found = []
     for one in (attend, Eager()):
-        out = one(query, key, value, **asked)
+        out = one(query, key, value, AttentionOptions(**asked))
         out = out if isinstance(out, tuple) else (out,)
         weights = [torch.randn(some.shape, generator=torch.Generator().manual_seed(1)) for some in out]
         total = sum((some * by).sum() for some, by in zip(out, weights, strict=True))
@@ -122,7 +123,7 @@ def test_layers_share_a_block_mask_and_the_bounds(monkeypatch: pytest.MonkeyPatc
     for one in (FlexKernel(torch_flex.flex_attention), PackedKernel(of_flash(flash_2, "2"))):
         query = torch.randn(2, SEQUENCE, 2, 8)
         for _ in range(4):
-            one(query, query, query, document_ids=DOCUMENTS)
+            one(query, query, query, AttentionOptions(document_ids=DOCUMENTS))
     assert made == ["make_block_mask", "make_bounds"]
 
 
@@ -160,7 +161,7 @@ def test_torchs_own_function_takes_what_it_is_given() -> None:
 def test_a_document_that_comes_back_is_an_error(attend: Any) -> None:
     query = torch.randn(1, 6, 2, 8)
     with pytest.raises(ValueError, match="come back after another document's; its tokens must be neighbours"):
-        attend(query, query, query, document_ids=torch.tensor([[0, 0, 1, 1, 0, 2]]))
+        attend(query, query, query, AttentionOptions(document_ids=torch.tensor([[0, 0, 1, 1, 0, 2]])))
 
 
 def test_so_it_is_for_flex_which_waits_for_no_device() -> None:
@@ -271,10 +272,10 @@ def test_tiles_are_attention(asked: dict[str, Any], kv_heads: int) -> None:
 
 def test_tiles_never_hold_queries_times_keys() -> None:
     """Sixteen documents: a dense mask alone would be 2,048² × 4 bytes, and its kernel would hold more than one."""
-    document_ids = (torch.arange(2048) // 128)[None]
+    options = AttentionOptions(document_ids=(torch.arange(2048) // 128)[None])
     query = torch.randn(1, 2048, 2, 8, requires_grad=True)
     attend = TiledAttention()
-    peak = peak_memory(lambda: attend(query, query, query, document_ids=document_ids).sum().backward())
+    peak = peak_memory(lambda: attend(query, query, query, options).sum().backward())
     assert peak < 2048**2 * 4 / 8
 
 
@@ -283,7 +284,8 @@ def test_a_plan_sees_the_memory_of_tiles_without_any_values() -> None:
     with FakeTensorMode():
         query, key = torch.randn(2, SEQUENCE, 4, 8, requires_grad=True), torch.randn(2, SEQUENCE, 2, 8)
         for kernel_of in (TiledAttention, lambda: FlexKernel(torch_flex.flex_attention)):
-            out = kernel_of()(query, key, key, document_ids=torch.zeros(2, SEQUENCE, dtype=torch.int64))
+            ids = torch.zeros(2, SEQUENCE, dtype=torch.int64)
+            out = kernel_of()(query, key, key, AttentionOptions(document_ids=ids))
             (grad,) = torch.autograd.grad(out.sum(), query)
             assert out.shape == grad.shape == query.shape
         bounds = kernel.make_bounds(torch.zeros(2, SEQUENCE, dtype=torch.int64), 2, SEQUENCE, 0, query.device)
@@ -296,7 +298,7 @@ def test_a_compiled_layer_gives_the_same_and_is_not_compiled_again_for_other_doc
 
     def mix(x: Tensor, document_ids: Tensor) -> Tensor:
         heads = layer(x).unflatten(-1, (2, 8))
-        return torch.relu(attend(heads, heads, heads, document_ids=document_ids).flatten(2))
+        return torch.relu(attend(heads, heads, heads, AttentionOptions(document_ids=document_ids)).flatten(2))
 
     compiled = torch.compile(mix, backend="eager")
     x = torch.randn(2, SEQUENCE, 16)

@@ -11,6 +11,7 @@ from torch import Tensor
 import fakes
 from forge_train import KernelCapabilities
 from forge_train.registry.discovery import discover, load
+from forge_train_kit.layers import AttentionOptions
 
 pytestmark = [pytest.mark.unit]
 
@@ -87,7 +88,7 @@ def test_the_module_computes_the_same_with_our_kernel(make: Any, name: str) -> N
         asked.update({"window": given.get("sliding_window"), "scale": given["scaling"]})
         asked.update({"soft_cap": given["softcap"]} if given.get("softcap") else {})
         asked.update({"sinks": given["s_aux"]} if given.get("s_aux") is not None else {})
-        return kernel(*(one.transpose(1, 2) for one in (query, key, value)), **asked), None
+        return kernel(*(one.transpose(1, 2) for one in (query, key, value)), AttentionOptions(**asked)), None
 
     AttentionInterface.register("forge_under_test", attend)
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forge_train_kit.layers import AttentionOptions
 from forge_train_plugins.attention import _sdpa
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._sdpa import PIECE, Kernel
@@ -22,7 +23,7 @@ def drawn(queries: int, keys: int, heads: int = 4, kv_heads: int = 2, features: 
 
 
 def with_gradients(kernel: Any, given: list[Tensor], **asked: Any) -> list[Tensor]:
-    out = kernel(*given, **asked)
+    out = kernel(*given, AttentionOptions(**asked))
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return [out, *torch.autograd.grad((out * weights).sum(), given)]
 
@@ -43,7 +44,9 @@ def test_a_gradient_that_is_one_number_everywhere() -> None:
     """Its memory is not laid out as the kernel reads it."""
     torch.manual_seed(0)
     given = drawn(5, 12)
-    found, wanted = (torch.autograd.grad(kernel(*given).sum(), given) for kernel in (Kernel(), Eager()))
+    found, wanted = (
+        torch.autograd.grad(kernel(*given, AttentionOptions()).sum(), given) for kernel in (Kernel(), Eager())
+    )
     torch.testing.assert_close(found, wanted)
 
 
@@ -72,6 +75,6 @@ def test_pieces_share_a_mask() -> None:
     """The masks of all pieces would be as large as one for all queries."""
     kernel = Kernel("math")
     with torch.no_grad():
-        kernel(*drawn(4 * PIECE, 5 * PIECE))
+        kernel(*drawn(4 * PIECE, 5 * PIECE), AttentionOptions())
     (made,) = kernel._mask._made.values()
     assert made[0].shape == (PIECE, 5 * PIECE)

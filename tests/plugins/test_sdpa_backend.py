@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forge_train import ConfigError
+from forge_train_kit.layers import AttentionOptions
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._sdpa import Kernel, missing
 from forge_train_plugins.attention.sdpa import SDPA
@@ -19,10 +20,10 @@ pytestmark = [pytest.mark.unit]
 )
 def test_torch_takes_the_backend(backend: str, operator: str) -> None:
     query = torch.randn(2, 12, 4, 8)
-    document_ids = (torch.arange(12) >= 5).long().expand(2, -1)
+    options = AttentionOptions(document_ids=(torch.arange(12) >= 5).long().expand(2, -1))
     with torch.profiler.profile() as recorded:
-        found = Kernel(backend)(query, query, query, document_ids=document_ids)
-    torch.testing.assert_close(found, Eager()(query, query, query, document_ids=document_ids))
+        found = Kernel(backend)(query, query, query, options)
+    torch.testing.assert_close(found, Eager()(query, query, query, options))
     assert any(operator in event.name for event in recorded.events())
 
 
@@ -64,7 +65,7 @@ def test_what_is_missing_on_cuda(
 def test_what_only_a_call_shows_is_one_sentence_too() -> None:
     query = torch.randn(1, 8, 2, 8)
     with pytest.raises(ConfigError) as error:
-        Kernel("efficient")(query, query, query, window=3)
+        Kernel("efficient")(query, query, query, AttentionOptions(window=3))
     assert str(error.value) == (
         "sdpa.backend = 'efficient': torch can't compute torch.float32 on cpu, heads of 8 features, a mask with it."
     )

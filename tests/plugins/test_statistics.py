@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from forge_train import ConfigError, Plugin, hookimpl
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import LargestLogit
 from forge_train_tools.testing import RunForge
 from hot_path import Watch, counting, waits
@@ -132,5 +133,5 @@ def test_the_largest_logit_is_that_of_a_dense_matrix(documents: bool, window: in
     hidden = hidden | (ids[:, :, None] != ids[:, None, :])[:, None] if ids is not None else hidden
     right = logits.masked_fill(hidden, 0).abs().max()
     assert right < logits.abs().max()
-    found = LargestLogit()(query, key, document_ids=ids, window=window, scale=0.3)
+    found = LargestLogit()(query, key, AttentionOptions(document_ids=ids, window=window, scale=0.3))
     torch.testing.assert_close(found, right)

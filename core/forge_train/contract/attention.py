@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 class KernelCapabilities:
     """Capabilities of an attention kernel, or those requested of one.
 
-    A kernel receives the keyword argument of each capability that it declares, and no others.
+    A kernel supports the option of each capability that it declares (`AttentionOptions`), and refuses the others.
     """
 
     documents: bool = False

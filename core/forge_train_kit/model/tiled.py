@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..layers import AttentionOptions
 from .spans import PerBatch, check_neighbours, first_visible, is_imagined
 
 TILE = 64
@@ -35,60 +36,46 @@ class Plan(NamedTuple):
 
 
 class TiledAttention:
-    """Causal grouped-query attention for devices without a fused kernel; see `forge_train.AttentionKernel`.
+    """Causal grouped-query attention for devices without a fused kernel; see `AttentionKernel`.
 
     Time and memory grow with the number of visible keys, so documents and windows make it cheaper, whereas a dense mask
     would make it more expensive. The backward pass recomputes each tile's weights (Dao et al. 2022, arXiv:2205.14135,
     algorithm 4). All sums are in float32, or in float64 for such inputs.
     """
 
+    declared: tuple[str, ...] = ("documents", "offsets", "windows", "soft_caps", "sinks", "log_sum_exp", "blocks")
+    """Capabilities whose options it accepts; fewer in a stand-in for a kernel that declares fewer."""
+
     def __init__(self) -> None:
         self._plan: PerBatch[Plan] = PerBatch()
         # A compiled graph would unroll the tiles of one batch.
         self._tiles: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(self._attend)  # type: ignore[no-untyped-call]
 
-    def __call__(  # noqa: PLR0913 — every keyword that there is
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        document_ids: Tensor | None = None,
-        offset: int | None = None,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        log_sum_exp: bool = False,
-        query_document_ids: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Any:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
         """See the protocol; documents must be runs of neighbouring tokens.
 
         Raises:
             ValueError: if a document reappears after another one.
         """
-        offset = key.shape[1] - query.shape[1] if offset is None else offset
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        ids = document_ids, query_document_ids
-        out, lse = self._tiles(query, key, value, sinks, ids, offset, window, scale, soft_cap)
-        return (out, lse.flatten(1, 2).float()) if log_sum_exp else out
+        options.check(*self.declared)
+        out, lse = self._tiles(query, key, value, options)
+        return (out, lse.flatten(1, 2).float()) if options.log_sum_exp else out
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        ids: tuple[Tensor | None, Tensor | None],
-        offset: int,
-        window: int | None,
-        scale: float,
-        soft_cap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        facts = (query.shape[1], key.shape[1], offset, window, query.device)
-        plan = self._plan(ids[0], facts, lambda: make_plan(ids[0], *facts, ids[1]), ids[1])
-        found: tuple[Tensor, Tensor] = _Tiles.apply(query, key, value, sinks, plan, scale, soft_cap)  # type: ignore[no-untyped-call]
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+        plan = _planned(self._plan, query, key, options)
+        more = options.sinks, plan, _scale(query, options), options.soft_cap
+        found: tuple[Tensor, Tensor] = _Tiles.apply(query, key, value, *more)  # type: ignore[no-untyped-call]
         return found
+
+
+def _planned(plan: PerBatch[Plan], query: Tensor, key: Tensor, options: AttentionOptions) -> Plan:
+    facts = (query.shape[1], key.shape[1], options.first_query(query, key), options.window, query.device)
+    ids, of_queries = options.document_ids, options.query_document_ids
+    return plan(ids, facts, lambda: make_plan(ids, *facts, of_queries), of_queries)
+
+
+def _scale(query: Tensor, options: AttentionOptions) -> float:
+    return query.shape[-1] ** -0.5 if options.scale is None else options.scale
 
 
 def make_plan(
@@ -136,21 +123,9 @@ class LargestLogit:
         self._plan: PerBatch[Plan] = PerBatch()
 
     @torch.no_grad()
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        document_ids: Tensor | None = None,
-        offset: int | None = None,
-        window: int | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        """The largest magnitude, 0-dim; waits for the device. For the arguments, see `forge_train.AttentionKernel`."""
-        offset = key.shape[1] - query.shape[1] if offset is None else offset
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        facts = (query.shape[1], key.shape[1], offset, window, query.device)
-        plan = self._plan(document_ids, facts, lambda: make_plan(document_ids, *facts))
+    def __call__(self, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
+        """The largest magnitude, 0-dim; waits for the device. For the arguments, see `AttentionKernel`."""
+        plan, scale = _planned(self._plan, query, key, options), _scale(query, options)
         keys_BKSD = key.transpose(1, 2).to(torch.promote_types(query.dtype, torch.float32))
         found = []
         for tile in plan.tiles:

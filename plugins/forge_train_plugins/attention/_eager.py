@@ -7,43 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train_kit.model import DroppedWeights, PerBatch
+from forge_train_kit.layers import AttentionOptions
+from forge_train_kit.model import PerBatch
 
 
 class Kernel:
-    """Causal grouped-query attention; see `forge_train.AttentionKernel`. Everything is computed in float32 or wider."""
+    """Causal grouped-query attention; see `AttentionKernel`. Everything is computed in float32 or wider."""
 
     def __init__(self) -> None:
         self._hidden: PerBatch[tuple[Tensor, Tensor | None]] = PerBatch()
 
-    def __call__(  # noqa: PLR0913 — every keyword that there is
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        document_ids: Tensor | None = None,
-        offset: int | None = None,
-        window: int | None = None,
-        dropout: DroppedWeights | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        log_sum_exp: bool = False,
-        query_document_ids: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Any:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
         given, group = query.dtype, query.shape[2] // key.shape[2]
+        scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
         query, key, value = (one.to(torch.promote_types(given, torch.float32)) for one in (query, key, value))
         key, value = (one.repeat_interleave(group, dim=2) for one in (key, value))
-        logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if soft_cap is not None:
+        logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
+        if (soft_cap := options.soft_cap) is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
-        queries, keys = query.shape[1], key.shape[1]
-        offset = keys - queries if offset is None else offset
-        facts = (queries, keys, offset, window, query.device)
-        unseen, blind = self._hidden(
-            document_ids, facts, lambda: hidden(document_ids, *facts, query_document_ids), query_document_ids
-        )
+        queries, keys, offset = query.shape[1], key.shape[1], options.first_query(query, key)
+        ids, of_queries, sinks = options.document_ids, options.query_document_ids, options.sinks
+        facts = (queries, keys, offset, options.window, query.device)
+        unseen, blind = self._hidden(ids, facts, lambda: hidden(ids, *facts, of_queries), of_queries)
         logits = logits.masked_fill(unseen, -torch.inf)
         if sinks is not None:
             column = sinks.to(logits.dtype)[None, :, None, None].expand(len(query), -1, queries, 1)
@@ -53,9 +38,9 @@ class Kernel:
         weights, sums = logits.softmax(-1)[..., :keys], logits.logsumexp(-1).float()
         if blind is not None and sinks is None:
             weights, sums = weights.masked_fill(blind, 0), sums.masked_fill(blind[..., 0], -torch.inf)
-        weights = weights if dropout is None else dropout(weights, offset)
+        weights = weights if options.dropout is None else options.dropout(weights, offset)
         out = torch.einsum("bhqk,bkhd->bqhd", weights, value).to(given)
-        return (out, sums) if log_sum_exp else out
+        return (out, sums) if options.log_sum_exp else out
 
 
 def hidden(

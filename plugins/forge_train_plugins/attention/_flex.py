@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import PerBatch, TiledAttention, first_visible, is_imagined, neighbours
 
 BLOCK = 128
 """Queries and keys per block: FlexAttention's default."""
+Facts = tuple[int, int, int, int | None, torch.device]
+"""Number of queries and keys, position of the first query, window, device."""
 
 
 class FlexKernel:
-    """Causal grouped-query attention; see `forge_train.AttentionKernel`.
+    """Causal grouped-query attention; see `AttentionKernel`.
 
     Args:
         attention: `flex_attention`, compiled.
@@ -31,36 +34,24 @@ class FlexKernel:
         self._shared_mask: Callable[..., BlockMask] = torch.compiler.disable(self._mask)  # type: ignore[no-untyped-call]
         self._imagined = TiledAttention()  # for `forge plan`: the same memory, without compiling
 
-    def __call__(  # noqa: PLR0913 — every keyword that there is
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        document_ids: Tensor | None = None,
-        offset: int | None = None,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        log_sum_exp: bool = False,
-        query_document_ids: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Any:
-        queries = query.shape[1]
-        offset = key.shape[1] - queries if offset is None else offset
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
         if is_imagined(query):
-            asked: Any = {"document_ids": document_ids, "offset": offset, "window": window, "soft_cap": soft_cap}
-            asked["query_document_ids"] = query_document_ids
-            return self._imagined(query, key, value, sinks=sinks, log_sum_exp=log_sum_exp, scale=scale, **asked)
+            return self._imagined(query, key, value, options)
+        options.check("documents", "offsets", "windows", "soft_caps", "sinks", "log_sum_exp", "blocks")
+        queries, offset, sinks = query.shape[1], options.first_query(query, key), options.sinks
         kept = min(offset + queries, key.shape[1])
-        needs_sums = sinks is not None or log_sum_exp
+        needs_sums = sinks is not None or options.log_sum_exp
         found = self._attention(
             query.transpose(1, 2),
             key[:, :kept].transpose(1, 2),
             value[:, :kept].transpose(1, 2),
-            score_mod=None if soft_cap is None else capped(soft_cap),
-            block_mask=self._shared_mask(document_ids, query_document_ids, queries, kept, offset, window, query.device),
-            scale=scale,
+            score_mod=None if options.soft_cap is None else capped(options.soft_cap),
+            block_mask=self._shared_mask(
+                options.document_ids,
+                (queries, kept, offset, options.window, query.device),
+                options.query_document_ids,
+            ),
+            scale=options.scale,
             enable_gqa=query.shape[2] != key.shape[2],
             return_aux=AuxRequest(lse=True) if needs_sums else None,
         )
@@ -72,19 +63,9 @@ class FlexKernel:
             total = torch.logaddexp(lse_BHT, sinks.to(lse_BHT.dtype)[:, None].expand_as(lse_BHT))
             out = out * (lse_BHT - total).exp().transpose(1, 2)[..., None].to(out.dtype)
             lse_BHT = total
-        return (out, lse_BHT.float()) if log_sum_exp else out
+        return (out, lse_BHT.float()) if options.log_sum_exp else out
 
-    def _mask(
-        self,
-        document_ids: Tensor | None,
-        of_queries: Tensor | None,
-        queries: int,
-        keys: int,
-        offset: int,
-        window: int | None,
-        device: torch.device,
-    ) -> BlockMask:
-        facts = (queries, keys, offset, window, device)
+    def _mask(self, document_ids: Tensor | None, facts: Facts, of_queries: Tensor | None) -> BlockMask:
         return self._block_mask(
             document_ids, facts, lambda: make_block_mask(document_ids, *facts, of_queries), of_queries
         )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from forge_train import Init
-from forge_train_kit.layers import AttentionKernel, Layer
+from forge_train_kit.layers import AttentionKernel, AttentionOptions, Layer
 from forge_train_kit.model import (
     AttentionDropout,
     KVCache,
@@ -61,8 +59,6 @@ class GroupedQueryAttention(nn.Module):
         self.rope = layer.rope
         self.sinks, self.sink = layer.sinks, Sinks(layer.heads, layer.std) if layer.sinks else None
         self.window, self.soft_cap, self.scale = layer.window, layer.soft_cap, layer.scale
-        options: dict[str, Any] = {"window": layer.window, "soft_cap": layer.soft_cap, "scale": layer.scale}
-        self._asked = {name: value for name, value in options.items() if value is not None}
         self.attention_dropout, self.dropout = layer.attention_dropout, dropout
         self.kernel = kernel
         self.width = width
@@ -87,12 +83,15 @@ class GroupedQueryAttention(nn.Module):
             q_BTHD, k_BTKD = self.rope(q_BTHD, position_ids), self.rope(k_BTKD, position_ids)
         if cache is not None:
             k_BTKD, v_BTKD = cache.append(k_BTKD, v_BTKD)
-        asked = self._asked if document_ids is None else {**self._asked, "document_ids": document_ids}
-        if self.sink is not None:
-            asked = {**asked, "sinks": self.sink()}
-        if self.dropout is not None and (dropped := self.dropout(x)) is not None:
-            asked = {**asked, "dropout": dropped}
-        mixed: Tensor = self.o(self.kernel(q_BTHD, k_BTKD, v_BTKD, **asked).flatten(2))
+        options = AttentionOptions(
+            scale=self.scale,
+            document_ids=document_ids,
+            window=self.window,
+            dropout=None if self.dropout is None else self.dropout(x),
+            soft_cap=self.soft_cap,
+            sinks=None if self.sink is None else self.sink(),
+        )
+        mixed: Tensor = self.o(self.kernel(q_BTHD, k_BTKD, v_BTKD, options).flatten(2))
         return mixed
 
     def new_cache(self, batch: int, length: int) -> KVCache:

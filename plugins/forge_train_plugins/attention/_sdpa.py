@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from forge_train import ConfigError
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import PerBatch
 
 from ._sdpa_after import after_others
@@ -58,7 +59,7 @@ class _Seen:
 
 
 class Kernel:
-    """Causal grouped-query attention; see `forge_train.AttentionKernel`.
+    """Causal grouped-query attention; see `AttentionKernel`.
 
     Without a mask (no documents and no window) torch uses its flash kernels, which never hold a sequence × sequence
     matrix. Keys and values are not repeated for their group of heads.
@@ -71,19 +72,10 @@ class Kernel:
         self._backend = backend
         self._mask: PerBatch[Tensor] = PerBatch()
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        document_ids: Tensor | None = None,
-        offset: int | None = None,
-        window: int | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        queries, keys = query.shape[1], key.shape[1]
-        offset = keys - queries if offset is None else offset
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        options.check("documents", "offsets", "windows")
+        document_ids, window, scale = options.document_ids, options.window, options.scale
+        queries, offset = query.shape[1], options.first_query(query, key)
         keys = offset + queries  # no query sees later keys
         key, value = key[:, :keys], value[:, :keys]
         narrow = window is not None and window < offset + queries

@@ -16,6 +16,7 @@ from forge_train import ConfigError, Job, Metric, Model
 from forge_train.base.errors import nearest
 from forge_train.contract.protocols import SpanName
 from forge_train.mesh.tensors import local
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.metrics import Norm
 from forge_train_kit.model import LargestLogit
 
@@ -166,15 +167,14 @@ class Observer:
         if self._watching:
             _observe_output(metric, output)
 
-    def _on_kernel(self, metric: Logits, query: Tensor, key: Tensor, given: Mapping[str, Any]) -> None:
+    def _on_kernel(self, metric: Logits, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         if self._watching:
-            self._observe_logits(metric, query, key, given)
+            self._observe_logits(metric, query, key, options)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _observe_logits(self, metric: Logits, query: Tensor, key: Tensor, given: Mapping[str, Any]) -> None:
+    def _observe_logits(self, metric: Logits, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         if not _recomputes():
-            taken = {name: given[name] for name in ("document_ids", "offset", "window", "scale") if name in given}
-            metric.update(self._largest(query, key, **taken))
+            metric.update(self._largest(query, key, options))
 
     # -- names ------------------------------------------------------------------------------------
 
@@ -233,9 +233,9 @@ class _WatchedKernel:
     def __init__(self, kernel: Any, look: Any) -> None:
         self._kernel, self._look = kernel, look
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *more: Any, **given: Any) -> Any:
-        self._look(query, key, given)
-        return self._kernel(query, key, value, *more, **given)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
+        self._look(query, key, options)
+        return self._kernel(query, key, value, options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)

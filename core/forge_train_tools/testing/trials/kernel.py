@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError
 from forge_train.contract.attention import KernelCapabilities
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model.attention_dropout import DroppedWeights
 
 from ..bench import Bench, Trials, close
@@ -28,48 +29,33 @@ class Case:
     asked: dict[str, Any] = field(default_factory=dict)
 
 
-def oracle(  # noqa: PLR0913 — every keyword that there is
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    document_ids: Tensor | None = None,
-    offset: int | None = None,
-    window: int | None = None,
-    dropout: DroppedWeights | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    log_sum_exp: bool = False,
-    query_document_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
+def oracle(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     """Attention as its formula has it, in double precision; the output, and the log-sum-exp if asked for."""
     query, key, value = query.double(), key.double(), value.double()
     group = query.shape[2] // key.shape[2]
     key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
-    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
-    if soft_cap is not None:
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (options.scale or query.shape[-1] ** -0.5)
+    if (soft_cap := options.soft_cap) is not None:
         logits = soft_cap * (logits / soft_cap).tanh()
-    queries, keys = query.shape[1], key.shape[1]
-    offset = keys - queries if offset is None else offset
+    queries, keys, offset = query.shape[1], key.shape[1], options.first_query(query, key)
     rows, columns = (
         torch.arange(offset, offset + queries, device=key.device)[:, None],
         torch.arange(keys).to(key.device),
     )
     seen = columns <= rows
-    if window is not None:
-        seen = seen & (rows - columns < window)
-    if document_ids is not None:
-        own = document_ids[:, offset : offset + queries] if query_document_ids is None else query_document_ids
-        seen = seen & (own[:, None, :, None] == document_ids[:, None, None, :])
+    if options.window is not None:
+        seen = seen & (rows - columns < options.window)
+    if (ids := options.document_ids) is not None:
+        own = ids[:, offset : offset + queries] if options.query_document_ids is None else options.query_document_ids
+        seen = seen & (own[:, None, :, None] == ids[:, None, None, :])
     blind = ~seen.any(-1, keepdim=True)
     logits = logits.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.double()[None, :, None, None].expand(BATCH, -1, queries, 1)], dim=-1)
+    if options.sinks is not None:
+        logits = torch.cat([logits, options.sinks.double()[None, :, None, None].expand(BATCH, -1, queries, 1)], dim=-1)
     weights = logits.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)[..., :keys]
-    weights = weights if dropout is None else dropout(weights, offset)
+    weights = weights if options.dropout is None else options.dropout(weights, offset)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, value)
-    if not log_sum_exp:
+    if not options.log_sum_exp:
         return (out,)
     return out, logits.masked_fill(blind, 0).logsumexp(-1).masked_fill(blind[..., 0], float("-inf"))
 
@@ -146,8 +132,9 @@ def _agrees(bench: Bench, able: KernelCapabilities, device: torch.device) -> str
         }
         if "sinks" in asked:
             given["sinks"] = asked["sinks"].requires_grad_()
-        got = kernel(query, key, value, **asked)
-        got, wanted = got if isinstance(got, tuple) else (got,), oracle(query, key, value, **asked)
+        options = AttentionOptions(**asked)
+        got, wanted = kernel(query, key, value, options), oracle(query, key, value, options)
+        got = got if isinstance(got, tuple) else (got,)
         require(len(got) == len(wanted), f"{what}: gives {len(got)} tensors, {len(wanted)} were asked for")
         for name, one, other in zip(("output", "log-sum-exp"), got, wanted, strict=False):
             nothing = other == -torch.inf
@@ -186,4 +173,35 @@ def _devices(able: KernelCapabilities) -> list[torch.device]:
     raise SkippedError(f"it runs on {', '.join(able.devices)} only, and there is none here")
 
 
-TRIALS: Trials = {"attention_kernel": [("agrees with the formula", agrees_with_its_formula)]}
+def refuses_what_it_does_not_declare(bench: Bench) -> str:
+    """Options that a kernel ignores would give wrong attention without an error."""
+    able = bench.enabled.cls.kernel_capabilities
+    device = _devices(able)[0]
+    kernel, dtype = _kernel(bench, device)
+    shape = BATCH, SEQUENCE, HEADS, min(able.head_dims, default=8)
+    query = torch.randn(shape, device=device, dtype=dtype)
+    numbers = torch.arange(HEADS, dtype=torch.int32, device=device)
+    options = {
+        "documents": AttentionOptions(document_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=device)),
+        "windows": AttentionOptions(window=4),
+        "dropout": AttentionOptions(dropout=DroppedWeights(0.25, numbers[:BATCH], numbers)),
+        "soft_caps": AttentionOptions(soft_cap=0.7),
+        "sinks": AttentionOptions(sinks=torch.zeros(HEADS, device=device)),
+        "log_sum_exp": AttentionOptions(log_sum_exp=True),
+    }
+    asked = {flag: one for flag, one in options.items() if not getattr(able, flag)}
+    for flag, one in asked.items():
+        try:
+            kernel(query, query, query, one)
+        except ConfigError:
+            continue
+        require(False, f"ignores {flag}, which it does not declare; call options.check(…) first")
+    return ", ".join(asked) or "it declares everything"
+
+
+TRIALS: Trials = {
+    "attention_kernel": [
+        ("agrees with the formula", agrees_with_its_formula),
+        ("refuses what it does not declare", refuses_what_it_does_not_declare),
+    ]
+}

@@ -11,23 +11,11 @@ from torch import Tensor
 from forge_train import ConfigError, Job, KernelCapabilities
 from forge_train.registry.discovery import find, load
 from forge_train_kit.kernels import needs_of
-from forge_train_kit.layers import AttentionKernel
-
-KEYWORDS = {
-    "document_ids": "documents",
-    "offset": "offsets",
-    "window": "windows",
-    "dropout": "dropout",
-    "soft_cap": "soft_caps",
-    "sinks": "sinks",
-    "log_sum_exp": "log_sum_exp",
-    "query_document_ids": "blocks",
-}
-"""Keyword of a call → the capability that it needs."""
+from forge_train_kit.layers import AttentionKernel, AttentionOptions
 
 
 class Choice:
-    """Causal grouped-query attention; see `forge_train.AttentionKernel`.
+    """Causal grouped-query attention; see `AttentionKernel`.
 
     Args:
         names: of kernels, in order of preference.
@@ -85,11 +73,13 @@ class Choice:
         self.taken = name
         self._by_asked.clear()
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Any:
-        needed = [flag for keyword, flag in KEYWORDS.items() if keyword in asked]
-        if query.shape[1] != key.shape[1]:
-            needed.append("offsets")
-        return self._kernel(frozenset(needed))(query, key, value, **asked)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
+        needed, queries, keys = {*options.needs()}, query.shape[1], key.shape[1]
+        if queries != keys:
+            needed.add("offsets")
+        if not 0 <= options.first_query(query, key) <= keys - queries:
+            needed.add("blocks")
+        return self._kernel(frozenset(needed))(query, key, value, options)
 
     def _kernel(self, needed: frozenset[str]) -> AttentionKernel:
         if needed not in self._by_asked:

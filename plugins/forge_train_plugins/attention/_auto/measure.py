@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forge_train import Job, KernelCapabilities
-from forge_train_kit.layers import AttentionKernel
+from forge_train_kit.layers import AttentionKernel, AttentionOptions
 from forge_train_kit.model import DroppedWeights
 
 from .choice import Choice
@@ -80,8 +80,8 @@ class Shape:
             "needs": repr(self.needs),
         }
 
-    def draw(self) -> tuple[list[Tensor], dict[str, Any]]:
-        """Query, key and value, and the keywords. Leaves torch's global random state unchanged."""
+    def draw(self) -> tuple[list[Tensor], AttentionOptions]:
+        """Query, key and value, and the options. Leaves torch's global random state unchanged."""
         generator = torch.Generator(self.device).manual_seed(0)
 
         def normal(heads: int) -> Tensor:
@@ -103,7 +103,7 @@ class Shape:
             asked["dropout"] = DroppedWeights(0.1, numbers[: self.rows], numbers[:HEADS])
         if self.needs.log_sum_exp:
             asked["log_sum_exp"] = True
-        return [normal(HEADS), normal(KV_HEADS), normal(KV_HEADS)], asked
+        return [normal(HEADS), normal(KV_HEADS), normal(KV_HEADS)], AttentionOptions(**asked)
 
 
 def measure(kernel: AttentionKernel, shape: Shape, best: float = math.inf) -> float:
@@ -113,7 +113,7 @@ def measure(kernel: AttentionKernel, shape: Shape, best: float = math.inf) -> fl
     """
     least = math.inf
     with torch.device(shape.device), torch.enable_grad():
-        given, asked = shape.draw()
+        given, options = shape.draw()
         try:
             began = time.perf_counter()
             for turn in itertools.count():
@@ -121,7 +121,7 @@ def measure(kernel: AttentionKernel, shape: Shape, best: float = math.inf) -> fl
                 started = time.perf_counter()
                 if turn > REPEATS and started - began > SECONDS:
                     break
-                out = kernel(*given, **asked)
+                out = kernel(given[0], given[1], given[2], options)
                 out = out[0] if isinstance(out, tuple) else out
                 torch.autograd.grad(out.sum(), given)
                 _wait(shape.device)

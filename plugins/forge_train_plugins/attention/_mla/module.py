@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train_kit.layers import AttentionKernel, Layer
+from forge_train_kit.layers import AttentionKernel, AttentionOptions, Layer
 from forge_train_kit.model import AttentionDropout, KVCache, Linear, RMSNorm, RoPE, TensorStyle, flops_per_token
 
 
@@ -154,10 +153,9 @@ class LatentAttention(nn.Module):
         k_plain, v_BTHV = torch.split(kv_BTHE, [sizes.plain, sizes.value], -1)
         k_BTHD = torch.cat((k_plain, k_rotated_BTP[:, :, None].expand(-1, -1, k_plain.shape[2], -1)), -1)
         query, key, value = (F.pad(x, (0, sizes.widest - x.shape[-1])) for x in (q_BTHD, k_BTHD, v_BTHV))
-        asked: dict[str, Any] = {} if document_ids is None else {"document_ids": document_ids}
-        if self.dropout is not None and (dropped := self.dropout(latent_BTR)) is not None:
-            asked["dropout"] = dropped
-        out_BTHV = self.kernel(query, key, value, scale=self.scale, **asked)[..., : sizes.value]
+        dropped = None if self.dropout is None else self.dropout(latent_BTR)
+        options = AttentionOptions(scale=self.scale, document_ids=document_ids, dropout=dropped)
+        out_BTHV = self.kernel(query, key, value, options)[..., : sizes.value]
         mixed: Tensor = self.o(out_BTHV.flatten(2))
         return mixed
 

@@ -8,36 +8,20 @@ import torch
 from torch import Tensor
 
 from forge_train.mesh.tensors import on_host
+from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import PerBatch, TiledAttention, document_bounds, is_imagined
 
 from .functions import Bounds, PackedFunction
 
 
-class TiledKernel:
-    """Attention without a fused kernel; see `forge_train.AttentionKernel`."""
+class TiledKernel(TiledAttention):
+    """Attention without a fused kernel; see `AttentionKernel`."""
 
-    def __init__(self) -> None:
-        self._tiled = TiledAttention()
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        document_ids: Tensor | None = None,
-        offset: int | None = None,
-        window: int | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        out: Tensor = self._tiled(
-            query, key, value, document_ids=document_ids, offset=offset, window=window, scale=scale
-        )
-        return out
+    declared = ("documents", "offsets", "windows")
 
 
 class PackedKernel:
-    """Attention with a fused kernel; see `forge_train.AttentionKernel`."""
+    """Attention with a fused kernel; see `AttentionKernel`."""
 
     def __init__(self, function: PackedFunction) -> None:
         self._function = function
@@ -45,28 +29,18 @@ class PackedKernel:
         # In a compiled graph each layer would make its own.
         self._shared_bounds: Callable[..., Bounds] = torch.compiler.disable(self._of_batch)  # type: ignore[no-untyped-call]
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        document_ids: Tensor | None = None,
-        offset: int | None = None,
-        window: int | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        queries = query.shape[1]
-        offset = key.shape[1] - queries if offset is None else offset
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        options.check("documents", "offsets", "windows")
+        queries, offset = query.shape[1], options.first_query(query, key)
         kept = offset + queries
-        bounds = self._shared_bounds(document_ids, len(query), queries, offset, query.device)
+        bounds = self._shared_bounds(options.document_ids, len(query), queries, offset, query.device)
         out = self._function(
             query.flatten(0, 1),
             key[:, :kept].flatten(0, 1),
             value[:, :kept].flatten(0, 1),
             bounds,
-            query.shape[-1] ** -0.5 if scale is None else scale,
-            window,
+            query.shape[-1] ** -0.5 if options.scale is None else options.scale,
+            options.window,
         )
         return torch.unflatten(out, 0, (-1, queries))
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from forge_train import ConfigError, KernelCapabilities
 from forge_train.base.errors import describe
-from forge_train_kit.layers import AttentionKernel
+from forge_train_kit.layers import AttentionKernel, AttentionOptions
 
 log = logging.getLogger("forge_train")
 
@@ -51,8 +51,8 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     """The interface's function: `[batch, heads, sequence, head_dim]` → `[batch, sequence, heads, head_dim]`."""
-    asked = _translated(module, attention_mask, keywords)
-    return module.kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **asked), None
+    options = _translated(module, attention_mask, keywords)
+    return module.kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options), None
 
 
 AttentionInterface.register(NAME, attend)
@@ -65,14 +65,14 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
         model: on the meta device; its `config` chooses the implementation.
         call: runs the model with document ids.
     """
-    asked, found = Asked(), list[Mapping[str, Any]]()
+    asked, found = Asked(), list[AttentionOptions]()
 
     def record(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **keywords: Any
     ) -> tuple[Tensor, None]:
         found.append(_translated(module, mask, keywords))
         asked.heads[id(module)] = (query.shape[1], key.shape[1], query.shape[-1])
-        if found[-1].get("document_ids") is not None:
+        if found[-1].document_ids is not None:
             asked.documents.add(id(module))
         return torch.empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1], device=query.device), None
 
@@ -88,11 +88,11 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
         return None
     if not found or not _say_all(found, masks, getattr(config, "layer_types", None)):
         return None
-    names = set().union(*found)
+    names = {name for one in found for name in one.needs()}
     dims = {features for *_, features in asked.heads.values()}
     asked.needs = KernelCapabilities(
-        windows="window" in names,
-        soft_caps="soft_cap" in names,
+        windows="windows" in names,
+        soft_caps="soft_caps" in names,
         sinks="sinks" in names,
         head_dims=tuple(sorted(dims)),
     )
@@ -142,11 +142,11 @@ def _masks_noted(model: nn.Module, made: list[str]) -> Iterator[None]:
         yield
 
 
-def _say_all(found: Sequence[Mapping[str, Any]], masks: Sequence[str], layers: Sequence[str] | None) -> bool:
+def _say_all(found: Sequence[AttentionOptions], masks: Sequence[str], layers: Sequence[str] | None) -> bool:
     """Return True if the keywords of attention describe the masks completely; a kernel is given no masks."""
     if any(name not in (_CAUSAL, _WINDOWED) for name in masks):
         return False
-    windows = sum("window" in one for one in found)
+    windows = sum(one.window is not None for one in found)
     if _WINDOWED not in masks:
         return True
     return windows == (len(found) if layers is None else sum(kind == "sliding_attention" for kind in layers))
@@ -165,8 +165,8 @@ def take(model: nn.Module, kernel: AttentionKernel, asked: Asked) -> None:
             target.kernel = kernel
 
 
-def _translated(module: Any, mask: Tensor | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the interface's keywords to a kernel's.
+def _translated(module: Any, mask: Tensor | None, keywords: Mapping[str, Any]) -> AttentionOptions:
+    """Translate the interface's keywords to a kernel's options.
 
     Raises:
         ConfigError: for a keyword that no kernel supports.
@@ -179,12 +179,10 @@ def _translated(module: Any, mask: Tensor | None, keywords: Mapping[str, Any]) -
             f"hf: {type(module).__name__} passes {', '.join(strange)} to attention, which no kernel supports."
         )
     given = keywords.get
-    asked: dict[str, Any] = {}
-    if given("scaling") is not None:
-        asked["scale"] = given("scaling")
-    for theirs, ours in (("sliding_window", "window"), ("softcap", "soft_cap"), ("s_aux", "sinks")):
-        if given(theirs) is not None:
-            asked[ours] = given(theirs)
-    if given("document_ids") is not None:
-        asked["document_ids"] = given("document_ids")
-    return asked
+    return AttentionOptions(
+        scale=given("scaling"),
+        document_ids=given("document_ids"),
+        window=given("sliding_window"),
+        soft_cap=given("softcap"),
+        sinks=given("s_aux"),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_train import ConfigError
-from forge_train_kit.layers import AttentionKernel
+from forge_train_kit.layers import AttentionKernel, AttentionOptions
 from forge_train_kit.model import PerBatch, is_imagined
 
 from .cut import Cut, Span, cut_of, gathered_starts, head_tail
@@ -99,7 +99,7 @@ class Ranks:
 
 
 class ContextKernel:
-    """A kernel, and around it what it takes to see whole sequences; see `forge_train.AttentionKernel`.
+    """A kernel, and around it what it takes to see whole sequences; see `AttentionKernel`.
 
     Args:
         kernel: computes.
@@ -111,74 +111,68 @@ class ContextKernel:
         self.kernel, self.ranks, self._inner = kernel, ranks, inner
 
     @torch.compiler.disable(reason="what lies where depends on a batch's documents")  # type: ignore[untyped-decorator,no-untyped-call]
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Any:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
         """Of a slice of queries, keys and values. Not compiled.
 
         Raises:
             ConfigError: for what can't be computed on slices: queries at other positions than keys, as with a cache.
         """
-        if query.shape[1] != key.shape[1] or asked.pop("offset", None):
+        if query.shape[1] != key.shape[1] or options.offset:
             raise ConfigError("parallel.cp: attention was asked for queries at other positions than its keys.")
-        sequences = self.ranks.sequences(asked.pop("document_ids", None), query.shape[1], query.device)
-        wants_sums = asked.pop("log_sum_exp", False)
-        if self.ranks.heads.size == 1:
-            found = self._along(query, key, value, sequences, wants_sums, asked)
-        else:
-            found = self._by_heads(query, key, value, sequences, wants_sums, asked)
-        return found if wants_sums else found[0]
+        sequences = self.ranks.sequences(options.document_ids, query.shape[1], query.device)
+        options = replace(options, document_ids=sequences.starts, offset=None)
+        attend = self._along if self.ranks.heads.size == 1 else self._by_heads
+        found = attend(query, key, value, sequences, options)
+        return found if options.log_sum_exp else found[0]
 
     def _by_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, wants_sums: bool, asked: dict[str, Any]
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, options: AttentionOptions
     ) -> tuple[Tensor, ...]:
         """Some heads of a longer slice, for all heads of a shorter one (DeepSpeed Ulysses, arXiv:2309.14509)."""
         group, how = self.ranks.heads, sequences.of_heads
         key, value = (enough_heads(one, query.shape[2], group.size) for one in (key, value))
-        if asked.get("sinks") is not None:
-            asked["sinks"] = asked["sinks"].chunk(group.size)[group.rank]
-        if asked.get("dropout") is not None:
-            asked["dropout"] = asked["dropout"]._replace(heads=asked["dropout"].heads.chunk(group.size)[group.rank])
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.chunk(group.size)[group.rank])
+        if (dropout := options.dropout) is not None:
+            own = dropout._replace(heads=dropout.heads.chunk(group.size)[group.rank])
+            options = replace(options, dropout=own)
         query, key, value = HeadsForSequence.apply(how, group, query, key, value)  # type: ignore[no-untyped-call]
-        out, *sums = self._along(query, key, value, sequences, wants_sums, asked)
+        out, *sums = self._along(query, key, value, sequences, options)
         rows = [one.mT[..., None] for one in sums]
         out, *sums = SequenceForHeads.apply(how, group, out, *rows)  # type: ignore[no-untyped-call]
         return out, *(one[..., 0].mT for one in sums)
 
     def _along(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, wants_sums: bool, asked: dict[str, Any]
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, options: AttentionOptions
     ) -> tuple[Tensor, ...]:
         """All keys of a sequence, for queries of a slice."""
         if self._inner == "ring":
-            return self._passed_on(query, key, value, sequences, asked)
-        group = self.ranks.along
-        if wants_sums:
-            asked["log_sum_exp"] = True
-        if sequences.starts is not None:
-            asked["document_ids"] = sequences.starts
-        if group.size == 1:
-            found = self.kernel(query, key, value, **asked)
-            return found if wants_sums else (found,)
-        return self._gathered(query, key, value, sequences, wants_sums, asked)
+            return self._passed_on(query, key, value, sequences, options)
+        if self.ranks.along.size == 1:
+            found = self.kernel(query, key, value, options)
+            return found if options.log_sum_exp else (found,)
+        return self._gathered(query, key, value, sequences, options)
 
     def _gathered(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, wants_sums: bool, asked: dict[str, Any]
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, options: AttentionOptions
     ) -> tuple[Tensor, ...]:
         """With the keys and values of whole sequences on every rank (Llama 3, arXiv:2407.21783, §3.3.2)."""
         keys, values = GatherSequence.apply(key, value, sequences.of_others, self.ranks.along)  # type: ignore[no-untyped-call]
         found, at = [], 0
         for start, stop in sequences.own:
-            kept = slice(None if "document_ids" in asked else stop)  # masks go by the ids of all
+            kept = slice(stop if options.document_ids is None else None)  # masks go by the ids of all
             own = query[:, at : at + stop - start]
-            part = self.kernel(own, keys[:, kept], values[:, kept], offset=start, **asked)
-            found.append(part if wants_sums else (part,))
+            part = self.kernel(own, keys[:, kept], values[:, kept], replace(options, offset=start))
+            found.append(part if options.log_sum_exp else (part,))
             at += stop - start
         return tuple(torch.cat(parts, axis) for parts, axis in zip(zip(*found, strict=True), (1, 2), strict=False))
 
     def _passed_on(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, asked: dict[str, Any]
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """With blocks of keys and values that go round; a sink joins when all of them have."""
-        sinks = asked.pop("sinks", None)
-        given = self.kernel, sequences.blocks, self.ranks.along, asked
+        sinks = options.sinks
+        given = self.kernel, sequences.blocks, self.ranks.along, replace(options, sinks=None, log_sum_exp=True)
         out, sums = Ring.apply(query, key, value, *given)  # type: ignore[no-untyped-call]
         if sinks is not None:
             total = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None].expand_as(sums))

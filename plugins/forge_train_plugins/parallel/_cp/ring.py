@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge_train.mesh.process_group import wait_for_message
-from forge_train_kit.layers import AttentionKernel
+from forge_train_kit.layers import AttentionKernel, AttentionOptions
 from forge_train_kit.model.spans import piece_of
 
 from .cut import Span
@@ -26,14 +26,21 @@ class Block(NamedTuple):
     keys: slice
     start: int
     """Position of the first key in its row."""
-    own: Mapping[str, Any]
-    """Kernel arguments of this block only."""
+    offset: int
+    """Position of the first query, counted from the first key."""
+    document_ids: Tensor | None
+    query_document_ids: Tensor | None
 
-    def asked(self, everywhere: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all arguments of the kernel call."""
-        dropout = everywhere.get("dropout")
-        placed = {} if dropout is None else {"dropout": dropout._replace(start=self.start)}
-        return {**self.own, **everywhere, **placed}
+    def options(self, everywhere: AttentionOptions) -> AttentionOptions:
+        """Return the options of the kernel call for this block."""
+        dropout = everywhere.dropout
+        return replace(
+            everywhere,
+            offset=self.offset,
+            document_ids=self.document_ids,
+            query_document_ids=self.query_document_ids,
+            dropout=None if dropout is None else dropout._replace(start=self.start),
+        )
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,8 @@ class Blocks:
                 first = max(first, queries[0] - window + 1)
             for keys, where in _placed(self.slices[other]):
                 if keys[0] < queries[1] and keys[1] > first:
-                    asked: dict[str, Any] = {"offset": queries[0] - keys[0]}
-                    asked["query_document_ids"] = self._pieces[queries]
-                    if self.starts is not None:
-                        asked["document_ids"] = self._pieces[keys]
-                    yield Block(at, where, keys[0], asked)
+                    ids = self._pieces[keys], self._pieces[queries]
+                    yield Block(at, where, keys[0], queries[0] - keys[0], *ids)
 
 
 def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
@@ -106,7 +110,7 @@ class Ring(torch.autograd.Function):
         kernel: AttentionKernel,
         blocks: Blocks,
         group: Group,
-        asked: Mapping[str, Any],
+        options: AttentionOptions,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=wide, device=query.device)
@@ -117,23 +121,21 @@ class Ring(torch.autograd.Function):
             coming = moving.swap(held) if step + 1 < group.size else held
             moving.start()
             keys, values = torch.split(held, [key.shape[-1], value.shape[-1]], -1)
-            for one in blocks.of((group.rank - step) % group.size, asked.get("window")):
+            for one in blocks.of((group.rank - step) % group.size, options.window):
                 where = one.queries
-                part, part_sums = kernel(
-                    query[:, where], keys[:, one.keys], values[:, one.keys], log_sum_exp=True, **one.asked(asked)
-                )
+                part, part_sums = kernel(query[:, where], keys[:, one.keys], values[:, one.keys], one.options(options))
                 out[:, where], sums[:, :, where] = merge(out[:, where], sums[:, :, where], part, part_sums)
             moving.wait()
             held = coming
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, sums)
-        ctx.given = kernel, blocks, group, asked
+        ctx.given = kernel, blocks, group, options
         return result, sums.float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums = ctx.saved_tensors
-        kernel, blocks, group, asked = ctx.given
+        kernel, blocks, group, options = ctx.given
         grad, sums_grad = (one.to(sums.dtype) for one in gradients)
         sizes = [key.shape[-1], value.shape[-1]]
         query_grad = torch.zeros_like(query, dtype=sums.dtype)
@@ -145,12 +147,12 @@ class Ring(torch.autograd.Function):
             coming = moving.swap(held) if step + 1 < group.size else held
             moving.start()
             found = torch.zeros_like(held, dtype=sums.dtype)
-            for one in blocks.of((group.rank - step) % group.size, asked.get("window")):
+            for one in blocks.of((group.rank - step) % group.size, options.window):
                 where = one.queries
                 with torch.enable_grad():
                     inputs = [query[:, where], *torch.split(held[:, one.keys], sizes, -1)]
                     inputs = [x.detach().requires_grad_() for x in inputs]
-                    part, part_sums = kernel(*inputs, log_sum_exp=True, **one.asked(asked))
+                    part, part_sums = kernel(inputs[0], inputs[1], inputs[2], one.options(options))
                 share = (part_sums - sums[:, :, where]).exp()  # of this block in each query's result
                 part_grad = share.mT[..., None] * grad[:, where]
                 bent = ((part.detach() - out[:, where]) * grad[:, where]).sum(-1).mT + sums_grad[:, :, where]
