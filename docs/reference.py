@@ -14,7 +14,7 @@ from forge_train.registry.write import field_docs
 
 GROUPS = {
     "Plugins and their options": "Plugin hookimpl hookspec HookSpec Fact section Gt Ge Lt Le Volatile FilePath Problem",
-    "The run": "Job Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
+    "The run": "Axis Job Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
     "The model and what changes it": "Model Phase Transform Applied swap Init",
     "Inside the model": "attach_loss",
     "Errors": "ForgeError ConfigError PluginError CommunicationError DivergedError Failure",

@@ -14,14 +14,14 @@ import click
 
 from forge_train.base.names import presets as installed
 from forge_train.base.strict_json import dumps
-from forge_train.mesh.axes import of_domain
+from forge_train.mesh.axes import Table
 from forge_train_kit.format import format_count
 
 from . import screen
 from .options import json_option
 
 BASE = "base"
-TILING = of_domain("dense")
+TILING = Table().domain("dense")
 """The axes whose sizes multiply to the number of processes; axes of experts divide the same processes again."""
 MODELS = "Published models. Each needs its own tokenizer and your text: -s tokenizer.path=FOLDER -s text.path=TEXT"
 LAST = 1000

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from .contract.transform import Specialisation as Specialisation
     from .contract.transform import Transform as Transform
     from .contract.transform import swap as swap
+    from .mesh.axes import Axis as Axis
     from .plugin.job import Job as Job
     from .plugin.plugin import Plugin as Plugin
     from .plugin.plugin import hookimpl as hookimpl
@@ -85,6 +86,7 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
         "contract.extra": "ExtraModel",
         "contract.facts": "Fact",
+        "mesh.axes": "Axis",
         "plugin.job": "Job",
         "contract.metric": "Bins Metric",
         "contract.model": "Init InitialWeights Model",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
+from ..mesh.axes import Axis
 from ..mesh.layout import Device
 from .schema import FilePath, Ge, Gt, Lt, Volatile, section
 
@@ -126,6 +129,10 @@ class TrainSection:
 class ParallelSection:
     """Sizes of the mesh axes; their product is the number of processes."""
 
+    axes: ClassVar[tuple[Axis, ...]] = ()
+    """Axes of other packages that the configuration names."""
+    docs: ClassVar[Mapping[str, str]]
+    """The meaning of each."""
     dp_replicate: Annotated[int, Gt(0)] = 1
     """Replicas, each sharded over the next axis."""
     dp_shard: Annotated[int, Ge(-1)] = -1
@@ -140,6 +147,18 @@ class ParallelSection:
     """Expert parallelism, over the ranks of dp_shard × cp × tp."""
     etp: Annotated[int, Gt(0)] = 1
     """Tensor parallelism inside experts: 1 or tp."""
+
+
+@functools.cache
+def parallel_section(axes: tuple[Axis, ...]) -> type[ParallelSection]:
+    """The section with axes of other packages, each a key."""
+    if not axes:
+        return ParallelSection
+    keys = {axis.name: Annotated[int, Gt(0)] for axis in axes}
+    body = {"__annotations__": keys, **dict.fromkeys(keys, 1), "__doc__": ParallelSection.__doc__}
+    made: type[ParallelSection] = section(type("ParallelSection", (ParallelSection,), body))
+    made.axes, made.docs = axes, {axis.name: axis.meaning for axis in axes}
+    return made
 
 
 @section

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from ..config import Config, differences
 from ..config.rules import LONGEST_NAME
 from ..config.toml import read
 from ..contract.protocols import CheckpointCopies
+from ..mesh.axes import CONFIGURED, Axis
 from ..mesh.layout import Layout
 from ..run import records
 from ..run.run import writing
@@ -173,10 +173,13 @@ def changed_layout(checkpoint: Path, saved: Mapping[str, Any], now: Layout) -> s
     begun = [one for one in records.read(events, strict=False) if one.get("event") == "run_started"]
     axes = {key.removeprefix("parallel."): size for key, size in saved.items() if key.startswith("parallel.")}
     try:
-        then = Layout.of(SimpleNamespace(**axes), begun[-1]["world"])
+        others = tuple(Axis(name) for name in axes if name not in CONFIGURED)
+        then = Layout.of(SimpleNamespace(**axes, axes=others), begun[-1]["world"])
     except (ConfigError, AttributeError, IndexError, KeyError, TypeError):
         return ""
-    changed = differences(dataclasses.asdict(then), dataclasses.asdict(now))
+    sizes = (then.axes(), now.axes())
+    names = {axis: 1 for layout in sizes for axis in layout}
+    changed = differences(*({**names, **layout} for layout in sizes))
     return ", ".join(f"{axis} {before} then, {after} now" for axis, before, after in changed)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Domain = Literal["dense", "expert", "batch", "flat"]
@@ -10,18 +11,26 @@ Domain = Literal["dense", "expert", "batch", "flat"]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of the meshes. `Layout` has its size under its name."""
+    """An axis of the meshes. `Layout.size` gives its size.
+
+    A package adds an axis of its own by an entry point of the group `forge_train.axes`, named like the axis. It is
+    configured as `parallel.NAME` and nests inside `pp` and outside `dp_replicate`, in every domain.
+    """
 
     name: str
-    domains: tuple[Domain, ...]
+    domains: tuple[Domain, ...] = ()
+    """Meshes that have it; for a package's axis, they follow from `splits_data`."""
     configured: bool = True
     """True if it is a key of `[parallel]`; the sizes of other axes are derived."""
     splits_data: bool = False
-    """True if ranks along it work on different batches."""
+    """True if ranks along it work on different batches; gradients are then averaged along it."""
     averages: bool = False
-    """True if SHARD transforms average dense gradients along it. The product of the sizes of these axes is R."""
+    """True if gradients are averaged along it: by SHARD transforms for Forge's own axes, by the transform that covers
+    it for a package's. The product of the sizes of these axes is R."""
     every_layer: bool = False
     """True if each layer waits for neighbours along it."""
+    meaning: str = ""
+    """Of a package's axis: one sentence for the configuration file."""
 
 
 AXES = {
@@ -39,23 +48,35 @@ AXES = {
         Axis("etp", ("expert",), every_layer=True),
     )
 }
-"""Outermost first in every domain: ranks are numbered along the innermost."""
+"""Forge's axes, outermost first in every domain: ranks are numbered along the innermost."""
 
 CONFIGURED = tuple(axis.name for axis in AXES.values() if axis.configured)
 
 
-def of_domain(domain: Domain) -> tuple[str, ...]:
-    """The axes of a domain, outermost first."""
-    return tuple(axis.name for axis in AXES.values() if domain in axis.domains)
+class Table(dict[str, Axis]):
+    """Forge's axes and those that packages add to one layout, outermost first."""
 
+    def __init__(self, others: Iterable[Axis] = ()) -> None:
+        # Axes that split the data lie beside Forge's own: the batch domain has all of them as one, `dp`.
+        added = sorted(others, key=lambda axis: axis.name)
+        outside: dict[str, list[Axis]] = {
+            "dp": [replace(axis, domains=("dense", "expert", "batch")) for axis in added if not axis.splits_data],
+            "dp_replicate": [replace(axis, domains=("dense", "expert")) for axis in added if axis.splits_data],
+        }
+        for name, axis in AXES.items():
+            self.update((one.name, one) for one in (*outside.get(name, ()), axis))
 
-FLATTENED = {
-    "fsdp": ("dp_shard", "cp"),
-    "data": tuple(axis.name for axis in AXES.values() if axis.averages),
-    "loss": ("pp", *(axis.name for axis in AXES.values() if axis.averages)),
-}
-"""Axes of the dense domain that are several others in one: parameters are sharded over `fsdp`, gradients averaged over
-`data`, and a loss is added up over `loss`."""
+    def domain(self, domain: Domain) -> tuple[str, ...]:
+        """The axes of a domain, outermost first."""
+        return tuple(axis.name for axis in self.values() if domain in axis.domains)
+
+    def flattened(self) -> dict[str, tuple[str, ...]]:
+        """Axes of the dense domain that are several others in one: parameters are sharded over `fsdp`, gradients
+        averaged over `data` (by Forge's SHARD transforms over `dp_cp`), and a loss is added up over `loss`."""
+        averaged = tuple(axis.name for axis in self.values() if axis.averages)
+        dp_cp = tuple(name for name in averaged if name in AXES)
+        return {"fsdp": ("dp_shard", "cp"), "data": averaged, "dp_cp": dp_cp, "loss": ("pp", *averaged)}
+
 
 FLATTENED_EXPERT = {"edp": ("dp_replicate", "efsdp")}
 """The same of the expert domain, where experts are spread: the ranks that hold the same experts."""

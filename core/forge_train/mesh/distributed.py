@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ..base.errors import ConfigError, ForgeError, PluginError
-from .axes import AXES, FLATTENED, Domain
+from .axes import Domain
 from .devices import choose_device, start_cuda
 from .layout import Device, Layout
 from .meshes import build_meshes
@@ -141,7 +141,8 @@ class DistributedContext:
         """The processes along an axis of any domain; all of them where none is named."""
         if not axis:
             return self._own
-        return self.mesh("dense" if axis in FLATTENED else AXES[axis].domains[0], axis).get_group()
+        table = self.layout.table
+        return self.mesh("dense" if axis in table.flattened() else table[axis].domains[0], axis).get_group()
 
     def ranks_along(self, axis: str) -> list[int]:
         """The processes along a (flattened) axis, this one among them."""

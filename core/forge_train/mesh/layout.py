@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from ..base.errors import ConfigError, Problem
 from ..base.format import format_list
-from .axes import AXES, CONFIGURED, Domain, of_domain
+from .axes import CONFIGURED, Axis, Domain, Table
 
 
 class LayoutError(ConfigError):
@@ -35,6 +36,8 @@ class Layout:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    others: tuple[tuple[Axis, int], ...] = ()
+    """Axes of other packages, and their sizes."""
 
     @classmethod
     def of(cls, parallel: object, world: int) -> Layout:
@@ -47,7 +50,8 @@ class Layout:
         Raises:
             LayoutError: stating the rule and the numbers.
         """
-        layout = cls(**{axis: getattr(parallel, axis) for axis in CONFIGURED})
+        added = tuple((axis, getattr(parallel, axis.name)) for axis in getattr(parallel, "axes", ()))
+        layout = cls(**{axis: getattr(parallel, axis) for axis in CONFIGURED}, others=added)
         dense = layout.domain("dense")
         if layout.dp_shard == 0:
             raise LayoutError("dp_shard", "must be at least 1, or -1 for what is left over; it is 0.")
@@ -74,10 +78,20 @@ class Layout:
             raise LayoutError("ep", f"must divide {axes} ({tiled}); it is {layout.ep}.")
         return layout
 
+    @cached_property
+    def table(self) -> Table:
+        """Every axis of this layout."""
+        return Table(axis for axis, _ in self.others)
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along an axis: 1 along that of a package which the configuration does not name."""
+        added = {one.name: size for one, size in self.others}
+        return added[axis] if axis in added else int(getattr(self, axis, 1))
+
     @property
     def world(self) -> int:
         """All ranks."""
-        return math.prod(getattr(self, axis) for axis in of_domain("dense"))
+        return math.prod(self.size(axis) for axis in self.table.domain("dense"))
 
     @property
     def efsdp(self) -> int:
@@ -87,7 +101,7 @@ class Layout:
     @property
     def dp(self) -> int:
         """Ranks that work on different data."""
-        return math.prod(getattr(self, axis.name) for axis in AXES.values() if axis.splits_data)
+        return math.prod(self.size(axis.name) for axis in self.table.values() if axis.splits_data)
 
     def micro_batches(self, global_batch: int, micro_batch: int) -> int:
         """Micro-batches of a step, on each rank."""
@@ -95,12 +109,17 @@ class Layout:
 
     @property
     def grad_average_size(self) -> int:
-        """R: the ranks that SHARD transforms average gradients over."""
-        return math.prod(getattr(self, axis.name) for axis in AXES.values() if axis.averages)
+        """R: the ranks that gradients are averaged over."""
+        return math.prod(self.size(axis) for axis in self.table.flattened()["data"])
+
+    @property
+    def shard_average_size(self) -> int:
+        """The ranks of R that Forge's SHARD transforms average over; packages average along axes of their own."""
+        return math.prod(self.size(axis) for axis in self.table.flattened()["dp_cp"])
 
     def domain(self, name: Domain) -> dict[str, int]:
         """Axis → size, outermost first."""
-        return {axis: getattr(self, axis) for axis in of_domain(name)}
+        return {axis: self.size(axis) for axis in self.table.domain(name)}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis → where a rank lies along it, outermost first, of the dense axes above 1; nothing where that says no
@@ -113,7 +132,7 @@ class Layout:
 
     def axes(self) -> dict[str, int]:
         """Configured axis → size."""
-        return {axis: getattr(self, axis) for axis in CONFIGURED}
+        return {axis.name: self.size(axis.name) for axis in self.table.values() if axis.configured}
 
     def settings(self) -> tuple[str, ...]:
         """`parallel.tp=2` and so on: assignments that configure this layout."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .axes import FLATTENED, FLATTENED_EXPERT, Domain
+from .axes import FLATTENED_EXPERT, Domain
 from .layout import Layout
 
 
@@ -19,7 +19,11 @@ def build_meshes(layout: Layout, device: torch.device) -> dict[str, DeviceMesh]:
 
     dense = view("dense")
     meshes = {"flat": root, "dense": dense}
-    meshes |= {f"dense.{name}": dense[axes]._flatten(name) for name, axes in FLATTENED.items()}
+    made: dict[tuple[str, ...], DeviceMesh] = {}
+    for name, axes in layout.table.flattened().items():
+        if axes not in made:  # one process group for `data` and `dp_cp` where they are the same ranks
+            made[axes] = dense[axes]._flatten(name)
+        meshes[f"dense.{name}"] = made[axes]
     meshes["dense.dp_replicate,fsdp"] = DeviceMesh._concatenate([dense["dp_replicate"], meshes["dense.fsdp"]])
     expert = view("expert")
     if layout.ep * layout.etp > 1:

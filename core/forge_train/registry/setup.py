@@ -17,7 +17,7 @@ from ..config.validate import Mistake, validate
 from ..plugin.calls import EnabledPlugin, plugin_note
 from ..plugin.job import Hooks
 from ..plugin.plugin import PROJECT, Plugin
-from . import epochs
+from . import axes, epochs
 from .discovery import discover
 from .resolution import Resolution, foreign_map
 
@@ -68,7 +68,8 @@ def resolve(
     if not resolution.mistakes and _bring(layered.tree, enabled, sections):
         sections = _sections(layered.tree, enabled, resolution)
     tree, mistakes = layered.tree, resolution.mistakes
-    core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in CORE_SECTIONS.items()}
+    classes = {**CORE_SECTIONS, "parallel": axes.section_of({key[0] for key in tree.below(("parallel",))})}
+    core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in classes.items()}
     _raise(resolution.mistakes, resolution.hints)
     made = [(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled]
     hooks = Hooks(made, resolution.defaults, resolution.specs)

@@ -135,7 +135,9 @@ def _table_type(section: type, key: str) -> type | None:
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """Field → the string literal that stands below it in the source."""
+    """Field → the string literal that stands below it in the source, or, in a class made at run time, its `docs`."""
+    if "docs" in vars(section):
+        return {**field_docs(section.__bases__[0]), **vars(section)["docs"]}
     try:
         source = textwrap.dedent(inspect.getsource(section))
     except (OSError, TypeError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge_train.base.errors import ConfigError
 from forge_train.config.layers import Request, lay
-from forge_train.mesh.axes import of_domain
+from forge_train.mesh.axes import Table
 
 from .world import here
 
@@ -32,7 +32,7 @@ def how_many(request: Request) -> int:
     if str(sizes.get("dp_shard", -1)) == "-1":
         return max(count, 1)
     try:
-        return min(math.prod(int(sizes.get(axis, 1)) for axis in of_domain("dense")), max(count, 1))
+        return min(math.prod(int(sizes.get(axis, 1)) for axis in Table().domain("dense")), max(count, 1))
     except (TypeError, ValueError):  # reported by the next reader
         return 1
 

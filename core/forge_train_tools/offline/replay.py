@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.tensors import local
 from forge_train.plugin.job import Job
+from forge_train.registry.axes import one_process
 from forge_train.registry.setup import Setup, resolve
 from forge_train.run import records
 from forge_train.run.run import Run
@@ -114,7 +116,8 @@ def _setup(run: Path, path: Path | None, settings: tuple[str, ...]) -> Setup:
     wanted = Wanted(set=settings)
     if path is not None:
         return setup_of(path, checkpoint.read_state(path), wanted=wanted)
-    whole = resolve(Request(config=str(run / "config.toml"), set=(*Layout().settings(), *settings)))
+    request = Request(config=str(run / "config.toml"), set=settings)
+    whole = resolve(dataclasses.replace(request, set=(*one_process(request), *settings)))
     kept = {*whole.hooks.enabled} - whole.config.neutral | {*whole.hooks.implementers("initial_weights")}
     enabled = [{"name": name} for name in sorted(kept)]
     return setup_of(run, {"enabled": enabled}, wanted=wanted)

@@ -162,7 +162,9 @@ def plan(
         kernel_flops=busiest.kernel_flops,
         roofline=roof,
         pipeline=piped,
-        warnings=tuple(advice.warnings(crossing, sending.traffic, looks[fullest].whole, world, sheet, memory)),
+        warnings=tuple(
+            advice.warnings(crossing, layout.table, sending.traffic, looks[fullest].whole, world, sheet, memory)
+        ),
     )
 
 

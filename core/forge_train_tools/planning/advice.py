@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from forge_train.base.format import format_bytes, format_list
 from forge_train.contract.facts import SAVES
-from forge_train.mesh.axes import AXES
 from forge_train.registry.discovery import discover
 
 if TYPE_CHECKING:
+    from forge_train.mesh.axes import Axis
+
     from . import Memory, Traffic
     from .parameters import Giant
     from .roofline import Device
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 def warnings(
     crossing: Sequence[str],
+    table: Mapping[str, Axis],
     traffic: Sequence[Traffic],
     whole: Sequence[Giant],
     world: int,
@@ -26,7 +28,7 @@ def warnings(
 ) -> Iterator[str]:
     """Sentences for people."""
     for axis in crossing:
-        if AXES[axis].every_layer:
+        if table[axis].every_layer:
             size = sum(one.bytes for one in traffic if axis in one.axis.split(" × "))
             yield (
                 f"{axis} crosses nodes: its collectives, which each layer waits for, send {format_bytes(size)} "

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from forge_train.mesh.axes import FLATTENED, of_domain
 from forge_train.mesh.distributed import DistributedContext
 
 from . import meshes
@@ -123,9 +122,10 @@ class Names:
         self._context = context
         self._known: dict[str, str] = {}
         if context.layout.ep > 1:
-            dense = of_domain("dense")
-            shared = {context.mesh("dense", axis).get_group().group_name for axis in (*dense, *FLATTENED)}
-            for axis in (axis for axis in of_domain("expert") if axis not in dense):
+            table = context.layout.table
+            dense = table.domain("dense")
+            shared = {context.mesh("dense", axis).get_group().group_name for axis in (*dense, *table.flattened())}
+            for axis in (axis for axis in table.domain("expert") if axis not in dense):
                 name = context.mesh("expert", axis).get_group().group_name
                 if name not in shared:
                     self._known[name] = axis

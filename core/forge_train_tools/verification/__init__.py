@@ -15,6 +15,7 @@ from forge_train.config import LENGTHS, Request
 from forge_train.config.layers import lay
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.mesh.layout import Layout
+from forge_train.registry.axes import one_process
 from forge_train.registry.setup import Setup, resolve
 
 from ..facts import ROUNDS
@@ -176,7 +177,7 @@ def verify_against(request: Request, assignment: str, *, steps: int = 5) -> Verd
 
 def _alone(request: Request, *more: str) -> Setup:
     """The same configuration on one process."""
-    return resolve(dataclasses.replace(request, set=(*request.set, LOGGED, *Layout().settings(), *more)), world=1)
+    return resolve(dataclasses.replace(request, set=(*request.set, LOGGED, *one_process(request), *more)), world=1)
 
 
 def _rounds(setup: Setup) -> float:

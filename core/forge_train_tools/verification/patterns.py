@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from forge_train.base.format import format_list
-from forge_train.mesh.axes import FLATTENED
 
 from ..planning.meshes import groups
 from .recording import Fingerprint, Recording
@@ -38,7 +37,7 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
         names = [offender.name for offender in found]
         hint = size_hint(ratio, layout)
         if len(names) == len(layout.gradients):
-            averaged = " × ".join(FLATTENED["data"])
+            averaged = " × ".join(layout.layout.table.flattened()["data"])
             yield (
                 f"Every gradient{of} is {ratio:g} times what it should be: an averaging factor. SHARD transforms must "
                 f"average over R = {averaged} = {layout.layout.grad_average_size}, and nobody else "

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError, Plugin, Problem, Update, hookimpl
-from forge_train.mesh.axes import CONFIGURED
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +31,8 @@ class OptimizerInBackward(Plugin):
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         train = config.train
-        for axis in CONFIGURED:
-            if getattr(config.parallel, axis) > 1:
+        for axis, size in vars(config.parallel).items():
+            if size > 1:
                 yield Problem(f"parallel.{axis}", "optimizer_in_backward is for one process; set this to 1.")
                 return
         if train.clip_norm:

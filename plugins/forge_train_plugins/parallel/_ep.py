@@ -38,7 +38,7 @@ def spread(part: nn.Module, dist: DistributedContext) -> Applied:
             module._parameters[key] = _shard(module._parameters[key], mesh, axes, where, f"{name}.{key}")
     # A rank's gradients come from the tokens of all ranks of its ep group. FSDP2 averages them over dp_replicate ×
     # efsdp ranks, and the engine's scale counts on dp_replicate × dp_shard × cp, as it averages dense parameters.
-    average = layout.dp_replicate * layout.efsdp / layout.grad_average_size
+    average = layout.dp_replicate * layout.efsdp / layout.shard_average_size
     finish = _Finish([module for _, module in found], average)
     names = tuple(name for name, _ in found)
     sizes = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)

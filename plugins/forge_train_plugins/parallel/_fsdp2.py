@@ -53,7 +53,7 @@ def domain_mesh(dist: DistributedContext, domain: Domain) -> DeviceMesh:
 
 def replica_mesh(dist: DistributedContext, domain: Domain) -> DeviceMesh:
     """All ranks that hold the same parameters of a domain, as one axis."""
-    return dist.mesh("expert", "edp") if domain == "expert" else dist.mesh("dense", "data")
+    return dist.mesh("expert", "edp") if domain == "expert" else dist.mesh("dense", "dp_cp")
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,12 @@ class DDP(Plugin):
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:
-        if job.dist.layout.grad_average_size == 1:
+        if job.dist.layout.shard_average_size == 1:
             return None
 
         def apply(part: nn.Module) -> Applied:
             from ._ddp import replicate
 
-            return replicate(part, job.dist.mesh("dense", "data").get_group(), int(self.config.bucket_mb * 2**20))
+            return replicate(part, job.dist.mesh("dense", "dp_cp").get_group(), int(self.config.bucket_mb * 2**20))
 
         return Transform(Phase.SHARD, "data_parallel", apply, covers=("dp_replicate", "dp_shard"))

@@ -42,7 +42,7 @@ class FSDP2(Plugin):
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:
-        if job.dist.layout.grad_average_size == 1:
+        if job.dist.layout.shard_average_size == 1:
             return None
         if self.config.offload and job.device.type != "cuda":
             raise ConfigError(f"fsdp2.offload moves weights off a CUDA device; this run's device is {job.device.type}.")
@@ -79,7 +79,7 @@ class Zero1(Plugin):
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:
-        if job.dist.layout.grad_average_size == 1:
+        if job.dist.layout.shard_average_size == 1:
             return None
 
         def apply(part: nn.Module) -> Applied:

@@ -108,7 +108,7 @@ class FP8(LowPrecisionPlugin):
         return [*super().parallelize(job), *([gather] if self._gathers(job) else [])]
 
     def _gathers(self, job: Job) -> bool:
-        return self.config.all_gather and job.dist.layout.grad_average_size > 1
+        return self.config.all_gather and job.dist.layout.shard_average_size > 1
 
     def _gather(self, part: nn.Module, job: Job) -> Applied:
         from ._low_precision.gather import gather_packed, weights_of

@@ -18,6 +18,7 @@ from forge_train.contract.model import Model
 from forge_train.contract.transform import Phase, Transform
 from forge_train.mesh.axes import CONFIGURED
 from forge_train.plugin.calls import implemented
+from forge_train.registry.axes import installed
 from forge_train_kit.hf import HFModel
 from forge_train_kit.state_map import View
 
@@ -150,9 +151,6 @@ def _names(model: Model) -> set[str]:
     return {name for name, _ in model.named_parameters()}
 
 
-COVERED = frozenset({*CONFIGURED, "precision"})
-
-
 def leaves_other_paths(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as name:
         answer = bench.answer("initial_weights", path=Path(name) / "weights", model=bench.model())
@@ -171,8 +169,9 @@ def gives_transforms(bench: Bench) -> str:
         for what in ("after", "requires", "conflicts", "covers"):
             value: Any = getattr(one, what)
             require(isinstance(value, tuple), f"{one.slot!r}: {what} must be a tuple of names, found {value!r}")
-        unknown = sorted(set(one.covers) - COVERED)
-        require(not unknown, f"{one.slot!r} covers {unknown}; there is {', '.join(sorted(COVERED))}")
+        there = {*CONFIGURED, *installed(), "precision"}
+        unknown = sorted(set(one.covers) - there)
+        require(not unknown, f"{one.slot!r} covers {unknown}; there is {', '.join(sorted(there))}")
     return ", ".join(f"{one.phase.name} {one.slot}" for one in transforms)
 
 

@@ -1,0 +1,64 @@
+"""Mesh axes of other packages: entry points, imported when the configuration names their axis."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from collections.abc import Collection
+
+from ..base.errors import ConfigError, describe
+from ..base.names import import_module, split
+from ..config.layers import Request, lay
+from ..config.sections import ParallelSection, parallel_section
+from ..mesh.axes import AXES, CONFIGURED, Axis
+from .discovery import identity
+
+GROUP = "forge_train.axes"
+
+
+def section_of(names: Collection[str]) -> type[ParallelSection]:
+    """Return the section `[parallel]` with those axes of other packages that the configuration names.
+
+    Raises:
+        ConfigError: for one that can't be used.
+    """
+    points = sorted((point for point in importlib.metadata.entry_points(group=GROUP) if point.name in names), key=_name)
+    return parallel_section(tuple(_load([*same]) for _, same in itertools.groupby(points, _name)))
+
+
+def installed() -> set[str]:
+    """Return the names of the axes that other packages add."""
+    return {*map(_name, importlib.metadata.entry_points(group=GROUP))}
+
+
+def one_process(request: Request) -> tuple[str, ...]:
+    """Return assignments that set every axis of a request to 1."""
+    named = {key[0] for key in lay(request).tree.below(("parallel",))}
+    return tuple(f"parallel.{axis}=1" for axis in sorted({*CONFIGURED, *(named & installed())}))
+
+
+def _name(point: importlib.metadata.EntryPoint) -> str:
+    return point.name
+
+
+def _load(points: list[importlib.metadata.EntryPoint]) -> Axis:
+    point = points[0]
+    owners = [" ".join(identity(one.dist)).strip() for one in points]
+    if len(points) > 1:
+        raise ConfigError(f"The axis {point.name!r} is declared by {' and by '.join(sorted(owners))}: uninstall one.")
+    where = f"Axis {point.name!r} of {owners[0]} ({point.value})"
+    try:
+        axis = getattr(import_module(point.value), split(point.value)[1])
+    except (Exception, SystemExit) as error:  # whatever a stranger's module does while it is imported
+        raise ConfigError(f"{where} failed to import: {describe(error)}.") from error
+    if not isinstance(axis, Axis):
+        raise ConfigError(f"{where} must be a forge_train.Axis, found {type(axis).__name__}.")
+    if axis.name != point.name:
+        raise ConfigError(f"{where} is named {axis.name!r}; its entry point must have the same name.")
+    if axis.name in AXES or not axis.name.isidentifier():
+        raise ConfigError(f"{where} must be a Python identifier, and no axis of Forge's; rename it.")
+    if axis.splits_data and not axis.averages:
+        raise ConfigError(f"{where} splits data, so gradients must be averaged along it: add averages=True.")
+    if axis.domains or not axis.configured:
+        raise ConfigError(f"{where} sets `domains` or `configured`, which are for Forge's own axes; leave them out.")
+    return axis
