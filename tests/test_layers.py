@@ -378,5 +378,35 @@ def test_only_the_table_lists_the_mesh_axes() -> None:
     assert axis_lists('A = ("tp", "cp", "pp")') == [1]
 
 
+def axes_named_in(source: str) -> list[tuple[int, str]]:
+    """Line and name of every attribute, and every word of a string (docstrings left out), that names a mesh axis."""
+    names = {*axes.CONFIGURED, *axes.FLATTENED_EXPERT, "efsdp", axes.EXPERT}
+    tree = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        (node.lineno, word)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Attribute, ast.Constant)) and id(node) not in prose
+        for word in re.findall(r"\w+", node.attr if isinstance(node, ast.Attribute) else str(node.value))
+        if word in names
+    ]
+
+
+def test_the_kernel_asks_the_table_instead_of_naming_an_axis() -> None:
+    """In `mesh` are the table, and the rules between Forge's axes."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted((ROOT / "core" / KERNEL).rglob("*.py"))
+        if path.parent.name != "mesh"
+        for line, name in axes_named_in(path.read_text(encoding="utf-8"))
+    ]
+    assert wrong == []
+
+
+def test_sees_the_name_of_an_axis() -> None:
+    source = 'def f(layout):\n    """About tp."""\n    return layout.pp, "ep", f"parallel.cp = {layout.world}"'
+    assert {name for _, name in axes_named_in(source)} == {"pp", "ep", "cp"}
+
+
 def test_no_package_takes_a_general_name() -> None:
     assert [folder for folder in FOLDERS.values() if (ROOT / folder / "__init__.py").exists()] == []

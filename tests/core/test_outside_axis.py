@@ -227,7 +227,7 @@ def test_nobody_implements_it(site: Path, tmp_path: Path, monkeypatch: pytest.Mo
             "from forge_train import Axis\nX = Axis('other')",
             "is named 'other'; its entry point must have the same name.",
         ),
-        ("from forge_train import Axis\nX = Axis('odd', ('dense',))", "sets `domains` or `configured`"),
+        ("from forge_train import Axis\nX = Axis('odd', ('dense',))", "sets `domains`, `divides` or `configured`"),
         ("from forge_train import Axis\nX = Axis('odd', splits_data=True)", "must be averaged along it"),
         ("import nowhere_at_all", "failed to import: ModuleNotFoundError"),
     ],

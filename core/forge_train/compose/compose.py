@@ -83,8 +83,8 @@ def _extra(job: Job, spec: ExtraModel, own: Job, composition: Composition) -> tu
     """Compose an extra model, and have it take part in the first one's steps."""
     if any(spec.name in dict(part.named_children()) for part in composition.model.parts):
         raise ConfigError(f"The extra model {spec.name!r} has the name of a module of the first; choose another.")
-    if job.dist.layout.pp > 1:
-        raise ConfigError(f"The extra model {spec.name!r} runs whole in a step; set parallel.pp = 1.")
+    for axis in job.dist.layout.dividing("layers"):
+        raise ConfigError(f"The extra model {spec.name!r} runs whole in a step; set parallel.{axis} = 1.")
     with told_of(f"The extra model {spec.name!r}"):
         made = _composed(own, frozen=not spec.trained)
     job.extra[spec.name] = Extra(spec, made.model)
@@ -256,7 +256,7 @@ def _check(
         )
     kept = {(path, table, id(hook)) for path, table, hook in after.hooks}
     for path, table, hook in before.hooks:
-        if (path, table, id(hook)) not in kept and _is_here(path, parts, job.dist.layout.pp):
+        if (path, table, id(hook)) not in kept and _is_here(path, parts, job.dist.layout.stages):
             raise PluginError(f"{who} lost a hook of module {path!r} ({table}); replace modules with forge_train.swap.")
     check_added(who, job.dist.layout, parts, added)
     _check_ties(who, before.ties, parts, {name for one in done for name in one.copies})

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..contract.transform import Transform
+from ..mesh.axes import EXPERT
 from ..mesh.layout import Layout
 from ..plugin.job import Job
 from ..registry.discovery import discover
@@ -44,14 +45,15 @@ def check_added(who: str, layout: Layout, parts: Iterable[nn.Module], added: Col
     Raises:
         ConfigError: if one is not: no one would sum its gradients over ep, and a checkpoint would hold one rank's.
     """
-    if layout.ep == 1 or not added:
+    spread = " × ".join(f"parallel.{axis} = {size}" for axis, size in layout.dividing("experts").items())
+    if not spread or not added:
         return
     for part in parts:
-        inside = tuple(f"{path}." for path, one in part.named_modules() if getattr(one, "domain", "") == "expert")
+        inside = tuple(f"{path}." for path, one in part.named_modules() if getattr(one, "domain", "") == EXPERT)
         for name, parameter in part.named_parameters():
             if name in added and name.startswith(inside) and not hasattr(parameter, "placements"):
                 raise ConfigError(
-                    f"{who} adds {name!r} to experts, which parallel.ep = {layout.ep} spreads over ranks, and does not "
+                    f"{who} adds {name!r} to experts, which {spread} spreads over ranks, and does not "
                     "split it; do as with their weights: distribute_tensor(…, weight.device_mesh, weight.placements)."
                 )
 

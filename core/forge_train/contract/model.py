@@ -180,7 +180,7 @@ class Model:
         """
         if self._cut:
             raise ConfigError(
-                "A pipeline has cut the model into parts (parallel.pp), which its executor runs in turn: nothing else "
+                "A pipeline has cut the model into parts, which its executor runs in turn: nothing else "
                 "can call it as a whole."
             )
         (part,) = self.parts

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Domain = Literal["dense", "expert", "batch", "flat"]
+EXPERT: Domain = "expert"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Axis:
     averages: bool = False
     """True if gradients are averaged along it: by SHARD transforms for Forge's own axes, by the transform that covers
     it for a package's. The product of the sizes of these axes is R."""
+    divides: Literal["", "layers", "experts"] = ""
+    """The parts of the model that ranks along it hold different ones of."""
     every_layer: bool = False
     """True if each layer waits for neighbours along it."""
     meaning: str = ""
@@ -37,13 +40,13 @@ AXES = {
     axis.name: axis
     for axis in (
         Axis("world", ("flat",), configured=False),
-        Axis("pp", ("dense", "expert", "batch")),
+        Axis("pp", ("dense", "expert", "batch"), divides="layers"),
         Axis("dp", ("batch",), configured=False),
         Axis("dp_replicate", ("dense", "expert"), splits_data=True, averages=True),
         Axis("dp_shard", ("dense",), splits_data=True, averages=True),
         Axis("efsdp", ("expert",), configured=False),
         Axis("cp", ("dense", "batch"), averages=True, every_layer=True),
-        Axis("ep", ("expert",), every_layer=True),
+        Axis("ep", ("expert",), divides="experts", every_layer=True),
         Axis("tp", ("dense", "batch"), every_layer=True),
         Axis("etp", ("expert",), every_layer=True),
     )
@@ -74,8 +77,9 @@ class Table(dict[str, Axis]):
         """Axes of the dense domain that are several others in one: parameters are sharded over `fsdp`, gradients
         averaged over `data` (by Forge's SHARD transforms over `dp_cp`), and a loss is added up over `loss`."""
         averaged = tuple(axis.name for axis in self.values() if axis.averages)
+        stages = tuple(axis.name for axis in self.values() if axis.divides == "layers")
         dp_cp = tuple(name for name in averaged if name in AXES)
-        return {"fsdp": ("dp_shard", "cp"), "data": averaged, "dp_cp": dp_cp, "loss": ("pp", *averaged)}
+        return {"fsdp": ("dp_shard", "cp"), "data": averaged, "dp_cp": dp_cp, "loss": stages + averaged}
 
 
 FLATTENED_EXPERT = {"edp": ("dp_replicate", "efsdp")}

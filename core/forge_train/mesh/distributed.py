@@ -182,7 +182,7 @@ class DistributedContext:
 
     def gather_stages(self, value: _T) -> list[_T]:
         """A value of each pipeline stage (its first process's), in order of stages, on every process."""
-        return self.gather_objects(value)[:: self.world // self.layout.pp] if self.layout.pp > 1 else [value]
+        return self.gather_objects(value)[:: self.world // self.layout.stages] if self.layout.stages > 1 else [value]
 
     def on_main(self, function: Callable[[], _T]) -> _T:
         """Call a function on rank 0, and give its result to, or raise its error on, every process."""

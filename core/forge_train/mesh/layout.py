@@ -88,6 +88,16 @@ class Layout:
         added = {one.name: size for one, size in self.others}
         return added[axis] if axis in added else int(getattr(self, axis, 1))
 
+    def dividing(self, what: Literal["layers", "experts"]) -> dict[str, int]:
+        """Axis → size, of the axes above 1 along which ranks hold different layers, or different experts."""
+        sizes = {axis.name: self.size(axis.name) for axis in self.table.values() if axis.divides == what}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    @property
+    def stages(self) -> int:
+        """Stages that the model is cut into."""
+        return math.prod(self.dividing("layers").values())
+
     @property
     def world(self) -> int:
         """All ranks."""
@@ -128,7 +138,7 @@ class Layout:
         for axis, size in reversed(self.domain("dense").items()):
             rank, at = divmod(rank, size)
             found += [(axis, at)] if size > 1 else []
-        return dict(reversed(found)) if self.pp > 1 or len(found) > 1 else {}
+        return dict(reversed(found)) if self.stages > 1 or len(found) > 1 else {}
 
     def axes(self) -> dict[str, int]:
         """Configured axis → size."""

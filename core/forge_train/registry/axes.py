@@ -59,6 +59,6 @@ def _load(points: list[importlib.metadata.EntryPoint]) -> Axis:
         raise ConfigError(f"{where} must be a Python identifier, and no axis of Forge's; rename it.")
     if axis.splits_data and not axis.averages:
         raise ConfigError(f"{where} splits data, so gradients must be averaged along it: add averages=True.")
-    if axis.domains or not axis.configured:
-        raise ConfigError(f"{where} sets `domains` or `configured`, which are for Forge's own axes; leave them out.")
+    if axis.domains or axis.divides or not axis.configured:
+        raise ConfigError(f"{where} sets `domains`, `divides` or `configured`, which are for Forge's axes; omit them.")
     return axis

@@ -51,8 +51,8 @@ def total_norm(
         for axis in split:
             dist.all_reduce(square, group=mesh.get_group(axis))  # type: ignore[attr-defined]
         total += square
-    if context.layout.pp > 1:
-        context.all_reduce(total, axis="pp")
+    for name in context.layout.dividing("layers"):
+        context.all_reduce(total, axis=name)
     return total.sqrt()
 
 

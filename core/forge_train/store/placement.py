@@ -41,7 +41,7 @@ def check_alike(state: Mapping[str, Any], model: Model, dist: DistributedContext
     parameters = dict(model.named_parameters())
     lines = {name: _words(name, leaf, parameters) for name, leaf in _leaves(state, "optimizer")}
     together = hashlib.sha256(repr(sorted(lines.items())).encode()).hexdigest()
-    size = dist.world // dist.layout.pp
+    size = dist.world // dist.layout.stages
     first = dist.gather_objects(together)
     if all(mark == first[rank - rank % size] for rank, mark in enumerate(first)):
         return
