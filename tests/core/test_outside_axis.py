@@ -207,6 +207,14 @@ def test_plan_shows_it(site: Path) -> None:
     assert any(one["axis"] == "pods" for one in plan["communication"])
 
 
+def test_its_optimizer_calls_a_hook_that_another_package_implements(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(site))
+    (rule,) = [one for one in forge_cli.forge("plugins", "hooks", "--json").json if one["hook"] == "update_rule"]
+    assert (rule["kind"], rule["declared_by"]["distribution"], rule["implemented_by"]) == ("slot", "ruled", ["half"])
+
+
 # -- in this process ------------------------------------------------------------------------------
 
 
