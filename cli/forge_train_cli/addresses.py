@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from forge_train.base.files import is_remote, plain
-from forge_train.loop.run import address_of
+from forge_train_kit.stores.addresses import address_of
 
 
 class _Place(click.Path):

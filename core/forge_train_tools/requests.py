@@ -92,7 +92,8 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
 def fetch(resume: str, folder: Path) -> str:
     """The run or checkpoint to resume. If it is an address, the first process fetches it and the others wait."""
     from forge_train.base.files import plain
-    from forge_train.loop.run import address_of, is_checkpoint, is_run
+    from forge_train.loop.run import is_checkpoint, is_run
+    from forge_train_kit.stores.addresses import address_of
 
     if not (address := address_of(resume)):
         return plain(resume)

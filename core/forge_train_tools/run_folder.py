@@ -11,9 +11,11 @@ from typing import Any
 
 from forge_train.base.errors import ConfigError, nearest
 from forge_train.loop.run import is_run
-from forge_train.run.artifacts import FOLDER, recorded
+from forge_train.run.artifacts import FOLDER
 from forge_train.run.records import read
 from forge_train.run.run_files import load
+
+from .artifacts import recorded, state
 
 _NOTHING: dict[str, Any] = {}
 
@@ -130,7 +132,7 @@ class RunFolder:
     def artifacts(self) -> list[dict[str, Any]]:
         """Artifacts that plugins recorded: path, size, hash, author, and whether the file still exists."""
         try:
-            return [{**asdict(one), "state": one.state(self.path)} for one in recorded(self.path)]
+            return [{**asdict(one), "state": state(one, self.path)} for one in recorded(self.path)]
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.path / FOLDER}: can't be read: {error}") from error
 

@@ -13,7 +13,8 @@ import pytest
 from forge_cli import forge
 from forge_train import Plugin, PluginError, hookimpl
 from forge_train.run import artifacts
-from forge_train.run.artifacts import Recorder, recorded
+from forge_train.run.artifacts import Recorder
+from forge_train_tools.artifacts import recorded
 from forge_train_tools.testing import Pool, RunForge
 
 

@@ -390,9 +390,9 @@ def test_a_full_tensor_of_an_older_checkpoint(ours: Path, tmp_path: Path, name: 
 
 
 STATES: dict[str, tuple[dict[str, Any], str]] = {
-    "text for a base": ({"base": "x"}, "'base' is a str"),
-    "a base without a path": ({"base": {"digest": "x"}}, "'base' is no checkpoint, which has a path and a digest"),
-    "a base of numbers": ({"base": {"path": 1, "digest": 2}}, "'base' is no checkpoint, which has a path and a digest"),
+    "text for a base": ({"base": "x"}, "'base' is a text"),
+    "a base without a path": ({"base": {"digest": "x"}}, "'base' lacks 'path'"),
+    "a base of numbers": ({"base": {"path": 1, "digest": 2}}, "'path' of 'base' is a number"),
     "text for a step": ({"step": "x"}, "'step' is 'x', which is no count"),
     "a negative step": ({"step": -5}, "'step' is '-5', which is no count"),
     "a step with a point": ({"step": 1.5}, "'step' is '1.5', which is no count"),
@@ -410,7 +410,7 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
     "a number for a tensor": ({"model": {"a": {"$tensor": 1}}}, "names the tensor '1', which is not in it"),
     "a tensor at the top": ({"$tensor": "model.a"}, "'$tensor' or '$tuple' is where none can be"),
     "a number for a tuple": ({"optimizer": {"betas": {"$tuple": 3}}}, "'$tensor' or '$tuple' is where none can be"),
-    "text for where it is from": ({"imported": "x"}, "'imported' is a str"),
+    "text for where it is from": ({"imported": "x"}, "'imported' is a text"),
 }
 
 

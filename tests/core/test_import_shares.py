@@ -18,6 +18,7 @@ from forge_train import ConfigError
 from forge_train.checkpoint.seal import check
 from forge_train.store import digest
 from forge_train_kit.hf.folder import Folder
+from forge_train_tools.offline.hf_files import fill_full
 from forge_train_tools.offline.hf_import import _Asked, _Import, import_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -47,7 +48,7 @@ def test_four_shares_read_each_byte_once_and_are_one_import(
     shares = []
     for rank in range(4):
         before = count.total()
-        made.files.fill(tmp_path / "shared", made.read, rank=rank, world=4)
+        fill_full(tmp_path / "shared", made.files, made.read, rank=rank, world=4)
         shares.append(count.total() - before)
     assert all(shares)
     assert count == {name: one.nbytes for name, one in load_file(hf / "model.safetensors").items()}

@@ -16,7 +16,7 @@ import toys
 from forge_cli import forge
 from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.base import files
-from forge_train.checkpoint import checkpoint, noted, retreat
+from forge_train.checkpoint import checkpoint, found
 from forge_train.checkpoint.seal import ALONE, check
 from forge_train.checkpoint.writing import prune, repair, save
 from forge_train.run.records import read
@@ -86,21 +86,21 @@ def start(tmp_path: Path) -> Path:
 
 def test_a_roll_back_removes_all_or_nothing_at_every_operation(start: Path, tmp_path: Path) -> None:
     def change(run: Path) -> None:
-        retreat.begin(run, 2, [(8, 12)])
-        list(retreat.finish(run))
+        found.begin_roll_back(run, 2, [(8, 12)])
+        list(found.finish_roll_back(run))
 
     seen = set()
     for run in every_kill(start, tmp_path, change):
         steps = tuple(one.step for one in checkpoint.found(run / "checkpoints"))
         seen.add(steps)
         assert steps in ((3, 2, 1), (1,))
-        assert noted.left_out(run) == ([(8, 12)] if steps == (1,) else []), "data goes with what was removed"
-        gone = [one.step for one in retreat.finish(run)]
+        assert found.left_out(run) == ([(8, 12)] if steps == (1,) else []), "data goes with what was removed"
+        gone = [one.step for one in found.finish_roll_back(run)]
         list(repair(run / "checkpoints", 9, 0))
         assert [one.step for one in checkpoint.found(run / "checkpoints")] == list(steps)
         assert gone in ([], [2], [3, 2])
         write(run, 2, 20.0)  # a new one is not taken for what was rolled back
-        list(retreat.finish(run))
+        list(found.finish_roll_back(run))
         assert value(run / "checkpoints/step-00000002") == 20.0
         assert not [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
     assert seen == {(3, 2, 1), (1,)}
@@ -193,7 +193,7 @@ def test_a_run_killed_while_it_rolls_back_is_the_uninterrupted_run(
     wanted = run("whole")
     pruned = [(event["step"], event["path"]) for event in wanted.events if event["event"] == "checkpoint_pruned"]
     assert pruned == [(4, "step-00000004"), (3, "step-00000003")]
-    finish = retreat.finish
+    finish = found.finish_roll_back
     for removals in (0, 1, 2):
         asked.clear()
         left = [removals]
@@ -207,11 +207,11 @@ def test_a_run_killed_while_it_rolls_back_is_the_uninterrupted_run(
             raise Killed
 
         with monkeypatch.context() as patch:
-            patch.setattr(retreat, "finish", killed)
+            patch.setattr(found, "finish_roll_back", killed)
             with pytest.raises(Killed):
                 run(f"killed-{removals}")
         resumed = run(f"killed-{removals}")
         assert resumed.events[-1]["outcome"] == "done"
         assert resumed.numbers == wanted.numbers
-        assert noted.left_out(resumed.run) == [(12, 16)]
-        assert not (resumed.run / noted.ROLL_BACK).exists()
+        assert found.left_out(resumed.run) == [(12, 16)]
+        assert not (resumed.run / found.ROLL_BACK).exists()

@@ -18,6 +18,7 @@ from forge_train.store.consolidated import Files
 from forge_train.store.index import Placed, entries_of, read_index, write_index
 from forge_train.store.shards import Box, Shard, whole
 from forge_train.store.tensor_files import file_of, write_shards
+from forge_train_tools.offline.hf_files import fill_full
 
 pytestmark = pytest.mark.unit
 
@@ -143,4 +144,4 @@ def test_values_of_another_shape_or_dtype_are_not_written(tmp_path: Path, values
     with pytest.raises(ForgeError, match=said.replace("w", "model.w", 1)):
         files.write(tmp_path, [full], lambda _: values)
     with pytest.raises(ForgeError, match=said.replace("w", "model.w", 1)):
-        files.fill(tmp_path, lambda _: values)
+        fill_full(tmp_path, files, lambda _: values)

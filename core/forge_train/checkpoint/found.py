@@ -1,22 +1,35 @@
-"""The checkpoints of a run, and which of them are whole."""
+"""The checkpoints of a run: which are there, which are whole, and which a roll-back removes.
+
+A roll-back is noted on disk before the first removal. Until it is finished, no reader finds what it removes, and a run
+that continues finishes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from ..base.files import write_whole
+from ..base.errors import ConfigError, describe
+from ..base.files import write_json, write_whole
+from ..base.untrusted import load_json
 from ..mesh.distributed import DistributedContext
+from ..run.run_files import COUNT, odd
 from ..store.manifest import NAME, way_out
-from .noted import noted_roll_back
-from .reading import unusable
-from .seal import ALONE, verify
+from .reading import PAIRS, unusable
+from .seal import ALONE, sync, verify
 
 log = logging.getLogger("forge_train")
+
+LEFT_OUT = "left_out.json"
+"""The file of a run that says what data its roll-backs left out: a checkpoint from before them can't."""
+ROLL_BACK = ".roll_back.json"
+"""The file of a run that says what a roll-back removes. It is there before anything is, and until all of it is gone."""
+MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -28,19 +41,22 @@ class Saved:
     bytes: int
 
 
-def newest(folder: Path, dist: DistributedContext = ALONE) -> Saved | None:
+def newest(folder: Path, dist: DistributedContext = ALONE, *, before: int = 0) -> Saved | None:
     """The newest whole checkpoint, every file of which was read; newer ones that are not whole are named in a warning.
 
     Args:
         folder: a run's `checkpoints/`.
         dist: the processes that read them together, all of which call this.
+        before: take only a checkpoint of an earlier step; 0 takes any.
     """
-    return next(whole(folder, dist, warn=True), None)
+    return next(whole(folder, dist, before=before, warn=True), None)
 
 
-def whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Iterator[Saved]:
+def whole(folder: Path, dist: DistributedContext, *, before: int = 0, warn: bool = False) -> Iterator[Saved]:
     """The whole checkpoints, newest first, each verified when it is its turn."""
     for saved in dist.on_main(lambda: found(folder)):
+        if before and saved.step >= before:
+            continue
         problem = verify(saved.path, dist)
         if not problem:
             yield saved
@@ -53,15 +69,15 @@ def whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Iter
 def found(folder: Path) -> list[Saved]:
     """Checkpoints of a run, newest first, whole or damaged; what was never finished has another name.
 
-    What a roll-back removes that is not finished is left out.
+    Those that an unfinished roll-back removes are left out.
     """
     noted = noted_roll_back(folder.parent)
     limit = noted.before if noted else None
-    return [saved for saved in all_of(folder) if limit is None or saved.step < limit]
+    return [saved for saved in _all(folder) if limit is None or saved.step < limit]
 
 
-def all_of(folder: Path) -> list[Saved]:
-    """Like `found`, with what a roll-back removes that is not finished."""
+def _all(folder: Path) -> list[Saved]:
+    """Like `found`, with what an unfinished roll-back removes."""
     steps = [(int(match.group(1)), path) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
     saved: list[Saved] = []
     for step, path in sorted(steps, reverse=True):
@@ -85,13 +101,101 @@ def is_kept(step: int, keep_every: int, spared: Set[int]) -> bool:
     return bool(keep_every and step % keep_every == 0) or step in spared
 
 
-def aside(path: Path) -> Path:
-    """Return a checkpoint's name during its removal."""
-    return path.with_name(f".{path.name}.removed")
-
-
 def remove(saved: Saved) -> None:
     """Remove a checkpoint, which is never seen half removed."""
-    gone = aside(saved.path)
+    gone = saved.path.with_name(f".{saved.path.name}.removed")
     saved.path.replace(gone)
     shutil.rmtree(gone, ignore_errors=True)
+
+
+# -- roll-backs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """A roll-back that is not finished."""
+
+    before: int | None
+    """Checkpoints of this step and of later ones go from the run's folder; None once they have."""
+    left_out: list[tuple[int, int]]
+    elsewhere: int
+    """Likewise from the run's stores, which have none of them once the file is gone."""
+
+
+def noted_roll_back(run: Path) -> RollBack | None:
+    """The roll-back that a run's folder notes as not finished.
+
+    Raises:
+        ConfigError: if what it notes is damaged.
+    """
+    if not (file := run / ROLL_BACK).is_file():
+        return None
+    noted = _load(file, {"before": (COUNT, type(None)), "left_out": PAIRS, "elsewhere": COUNT})
+    return RollBack(noted["before"], [(first, last) for first, last in noted["left_out"]], noted["elsewhere"])
+
+
+def note_roll_back(run: Path, noted: RollBack | None) -> None:
+    """Have a run's folder note a roll-back, or that it is finished; on disk when this returns."""
+    if noted is None:
+        (run / ROLL_BACK).unlink(missing_ok=True)
+    else:
+        write_json(run / ROLL_BACK, asdict(noted))
+    sync(run)
+
+
+def begin_roll_back(run: Path, before: int, left_out: Iterable[tuple[int, int]]) -> None:
+    """Note that checkpoints of a step and of later ones must not be resumed, and what data is left out from now on.
+
+    Args:
+        run: its folder; the main process calls this.
+        before: the first step whose state is not wanted; 0 removes nothing.
+        left_out: as `left_out` gives it.
+    """
+    if not before:
+        _note_left_out(run, left_out)
+        return
+    earlier = noted_roll_back(run)
+    elsewhere = min(before, earlier.elsewhere) if earlier else before
+    note_roll_back(run, RollBack(before, sorted(left_out), elsewhere))
+
+
+def finish_roll_back(run: Path) -> Iterator[Saved]:
+    """Remove from a run's folder what its roll-back removes; each is given once it is gone. Stores are left."""
+    noted, folder = noted_roll_back(run), run / "checkpoints"
+    if noted is None or noted.before is None:
+        return
+    _note_left_out(run, noted.left_out)
+    name_latest(folder, next(whole(folder, ALONE), None))
+    for saved in _all(folder):
+        if saved.step >= noted.before:
+            remove(saved)
+            yield saved
+    note_roll_back(run, RollBack(None, [], noted.elsewhere))
+
+
+def left_out(run: Path) -> list[tuple[int, int]]:
+    """Return the data that a run's roll-backs left out: pairs of first and last sequence (exclusive).
+
+    Raises:
+        ConfigError: if the record is damaged.
+    """
+    file = run / LEFT_OUT
+    before = [(first, last) for first, last in _load(file, PAIRS)] if file.exists() else []
+    noted = noted_roll_back(run)
+    return sorted({*before, *(noted.left_out if noted else ())})
+
+
+def _note_left_out(run: Path, data: Iterable[tuple[int, int]]) -> None:
+    if new := sorted({*left_out(run), *data}):
+        write_json(run / LEFT_OUT, new)
+        sync(run)
+
+
+def _load(file: Path, shape: Any) -> Any:
+    try:
+        problem = odd(noted := load_json(file, most=MOST_BYTES), shape)
+    except (OSError, ValueError) as error:
+        problem = describe(error).partition("\n")[0][:200]
+    if problem:
+        raise ConfigError(f"{file}: can't be read: {problem}. It says what roll-backs left out; put it back as it was.")
+    return noted

@@ -5,7 +5,7 @@ All of it is untrusted: its size and its shape are checked before anything is bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,23 @@ from torch import Tensor
 from ..base.errors import ConfigError
 from ..base.untrusted import load_json
 from ..mesh.distributed import DistributedContext
+from ..run.run_files import COUNT, odd
 from ..store import tensors
 from ..store.index import read_index
 from ..store.manifest import EDITABLE, FORMAT, LARGEST, STATE, other_format, way_out
 from ..store.placement import place
 from ..store.tree import TENSOR, TUPLE, has_odd_tuple, join, named, naming_problem, without
 
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("progress", "config", "odd", "models", "plugins", "providers", "optimizer", "imported"), dict),
-    **dict.fromkeys(("enabled", "left_out"), list),
-    **dict.fromkeys(("base", "evaluation"), (dict, type(None))),
+PAIRS = [[COUNT, COUNT]]
+_SHAPE = {
+    **dict.fromkeys(("config?", "models?", "plugins?", "providers?", "optimizer?", "imported?"), dict),
+    "step?": COUNT,
+    "progress?": {"*": COUNT},
+    "left_out?": PAIRS,
+    "enabled?": [{"name": str, "version": str}],
+    "odd?": {"*": [str]},
+    "evaluation?": ({"*": float}, type(None)),
+    "base?": ({"path": str, "digest": str}, type(None)),
 }
 """Entry of `state.json` → what it is. A checkpoint of weights alone lacks some."""
 _FACTORS = 100
@@ -67,44 +74,15 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
 def state_problem(state: Mapping[str, Any]) -> str:
     """Describe what a `state.json` holds that no checkpoint does, in a phrase; empty if there is nothing."""
-    return next(_problems(state), "")
-
-
-def _problems(state: Mapping[str, Any]) -> Iterator[str]:
-    for name, kind in _KINDS.items():
-        if name in state and not isinstance(state[name], kind):
-            yield f"{name!r} is a {type(state[name]).__name__}"
-    if "step" in state and not _count(state["step"]):
-        yield f"'step' is {str(state['step'])[:40]!r}, which is no count"
-    if not all(map(_count, state.get("progress", {}).values())):
-        yield "'progress' holds something else than counts"
-    if not all(
-        isinstance(pair, list) and len(pair) == 2 and all(map(_count, pair)) for pair in state.get("left_out", ())
-    ):
-        yield "'left_out' holds something else than pairs of counts"
-    for entry in state.get("enabled", ()):
-        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "version")):
-            yield "'enabled' holds something else than plugins"
-    if any(
-        not isinstance(names, list) or not all(isinstance(n, str) for n in names)
-        for names in state.get("odd", {}).values()
-    ):
-        yield "'odd' holds something else than names"
-    factors = state.get("evaluation") or {}
-    if len(factors) > _FACTORS or not all(isinstance(by, (int, float)) for by in factors.values()):
-        yield f"'evaluation' holds something else than at most {_FACTORS} factors"
-    if (base := state.get("base")) and (
-        base.keys() != {"path", "digest"} or not all(isinstance(one, str) for one in base.values())
-    ):
-        yield "'base' is no checkpoint, which has a path and a digest"
+    if problem := odd(state, _SHAPE):
+        return problem
+    if len(state.get("evaluation") or ()) > _FACTORS:
+        return f"'evaluation' holds more than {_FACTORS} factors"
     if has_odd_tuple(state) or state.keys() & {TENSOR, TUPLE}:
-        yield f"{TENSOR!r} or {TUPLE!r} is where none can be"
+        return f"{TENSOR!r} or {TUPLE!r} is where none can be"
+    return ""
 
 
 def shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

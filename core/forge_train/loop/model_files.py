@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.errors import ConfigError
 from ..config import Config
 from ..config.annotations import mark
 from ..config.schema import FilePath
@@ -37,26 +36,6 @@ TEMPLATES = "additional_chat_templates/*.jinja"
 def vocabulary_of(found: Collection[str]) -> str:
     """The name of the file, among those of a folder, that makes its tokenizer; empty if none does."""
     return next((name for name in VOCABULARIES if name in found), "")
-
-
-def check_pointer(file: Path) -> None:
-    """Raises ConfigError for a file that is a pointer of Git LFS; whoever reads another one says what is wrong."""
-    if not file.is_file():
-        return
-    try:
-        with file.open("rb") as opened:
-            why = pointer(opened.read(64))
-    except OSError:
-        return
-    if why:
-        raise ConfigError(f"{file}: {why}")
-
-
-def pointer(content: bytes) -> str:
-    """The reason to refuse a file that is a pointer of Git LFS; empty for another file."""
-    if not content.startswith(b"version https://git-lfs"):
-        return ""
-    return "is a pointer of Git LFS, not the file itself; run git lfs pull in its repository."
 
 
 def option(hooks: Hooks) -> tuple[str, str] | None:

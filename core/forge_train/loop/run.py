@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.files import is_remote, plain, remove_remains, write_json, write_whole
+from ..base.files import remove_remains, write_json, write_whole
 from ..config import Config
 from ..mesh.world import World
 from ..registry.write import to_toml
@@ -85,18 +85,6 @@ def is_kept(path: Path) -> bool:
 def is_checkpoint(path: Path) -> bool:
     """Return True if a path is a checkpoint, complete or not."""
     return _is_file(path / "state.json")
-
-
-def address_of(place: str) -> str:
-    """The address that a text means, empty for a path. A copied run, as in `checkpoint.mirror`, counts as one."""
-    if is_remote(place):
-        return place
-    path = Path(plain(place)).absolute()
-    try:
-        copied = not is_run(path) and not is_checkpoint(path) and any(path.glob("checkpoints/step-*/manifest.json"))
-    except OSError:  # a name that is too long
-        return ""
-    return str(path) if copied else ""
 
 
 def _is_file(path: Path) -> bool:

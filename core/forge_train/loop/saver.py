@@ -11,9 +11,8 @@ from typing import Any
 
 from ..base.errors import describe
 from ..base.failure import during
-from ..checkpoint import checkpoint, retreat
+from ..checkpoint import checkpoint, found
 from ..checkpoint.background import Background
-from ..checkpoint.noted import note_roll_back, noted_roll_back
 from ..checkpoint.seal import ALONE
 from ..checkpoint.writing import Copies, commit, prune, repair, stage_in
 from ..contract.events import CheckpointEvent
@@ -81,21 +80,21 @@ class Saver:
     def bring(self, before: int) -> None:
         """Have the newest checkpoint of a step before this one in the run's folder; all processes call this."""
         folder = self._job.run.checkpoints
-        saved = retreat.newest_before(folder, before, self._job.dist)
+        saved = checkpoint.newest(folder, self._job.dist, before=before)
         after = saved.step if saved else -1
         self._job.dist.on_main(lambda: self._elsewhere.bring(after=after, before=before))
 
     def undo(self) -> None:
         """Finish the roll-back that the run's folder notes: remove what must not be resumed, here and elsewhere."""
         run = self._job.run.dir
-        if not self._job.dist.main or (noted := noted_roll_back(run)) is None:
+        if not self._job.dist.main or (noted := found.noted_roll_back(run)) is None:
             return
-        for gone in retreat.finish(run):
+        for gone in found.finish_roll_back(run):
             self._tell_pruned(gone)
         if self._elsewhere.addresses:
             self._elsewhere.undo(noted.elsewhere)
         else:
-            note_roll_back(run, None)
+            found.note_roll_back(run, None)
 
     @during("save")
     def make_way(self, step: int) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..base.errors import ConfigError, DivergedError
 from ..base.failure import during
-from ..checkpoint import checkpoint, retreat
-from ..checkpoint.noted import left_out
+from ..checkpoint import checkpoint
+from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
 from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
@@ -184,12 +184,12 @@ class Training:
         folder, dist = self.job.run.checkpoints, self.job.dist
         if asked.before and self.job.config.checkpoint.folder:
             self.saver.bring(asked.before)
-        found = retreat.newest_before(folder, asked.before, dist) if asked.before else checkpoint.newest(folder, dist)
+        found = checkpoint.newest(folder, dist, before=asked.before)
         if found is None:
             before = f" of a step before {asked.before}" if asked.before else " yet"
             raise DivergedError(f"A plugin asked to roll back ({asked.reason}), but the run has no checkpoint{before}.")
         self._event("anomaly", kind="roll_back", reason=asked.reason)
-        dist.on_main(lambda: retreat.begin(self.job.run.dir, asked.before, self._left_out(asked, found.path)))
+        dist.on_main(lambda: begin_roll_back(self.job.run.dir, asked.before, self._left_out(asked, found.path)))
         self.saver.undo()
         self._load(found.path)
         self._meter.start(self.progress.tokens, self.progress.step)

@@ -171,7 +171,7 @@ def places(path: Path, dist: DistributedContext, base: str = "") -> dict[str, Pa
 
 def base_of(state: Mapping[str, Any]) -> Base | None:
     """Return the base of a checkpoint that holds only part of the weights; None for others."""
-    return Base(**state["base"]) if state.get("base") else None
+    return Base(found["path"], found["digest"]) if (found := state.get("base")) else None
 
 
 @dataclass

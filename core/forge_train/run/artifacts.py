@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
-from ..base.strict_json import dumps, loads
-from .run_files import odd
+from ..base.strict_json import dumps
 
 log = logging.getLogger("forge_train")
 
@@ -30,14 +28,6 @@ class Artifact:
     sha256: str
     plugin: str
     """Its author: a plugin, or the command that wrote it."""
-
-    def state(self, folder: Path) -> Literal["whole", "changed", "missing"]:
-        """Return the state of the file, judged by its size."""
-        try:
-            size = (folder / self.path).stat().st_size
-        except OSError:
-            return "missing"
-        return "whole" if size == self.bytes else "changed"
 
 
 class Recorder:
@@ -97,21 +87,3 @@ class Recorder:
         except OSError as error:
             if self._folder.exists():  # else the run was a trial, and is over
                 log.warning("%s is not recorded: %s", file, error.strerror or error)
-
-
-def recorded(folder: Path) -> list[Artifact]:
-    """The artifacts of a run, each as it was recorded last, by path; a line that was cut off is left out.
-
-    Raises:
-        ValueError: for a damaged line.
-    """
-    found: dict[str, Artifact] = {}
-    for file in sorted((folder / FOLDER).glob("*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                entry = loads(line)
-                if problem := odd(entry, {"path": str, "bytes": int, "sha256": str, "plugin": str}):
-                    raise ValueError(f"{file.name}: {problem}")
-                one = Artifact(**entry)
-                found[one.path] = one
-    return [found[path] for path in sorted(found)]

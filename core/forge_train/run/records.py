@@ -12,7 +12,7 @@ from typing import Any
 from ..base import disk
 from ..base.errors import ConfigError, PluginError
 from ..base.strict_json import dumps, loads
-from .run_files import NUMBER, check_text, odd
+from .run_files import COUNT, NUMBER, check_text, odd
 
 log = logging.getLogger("forge_train")
 
@@ -35,7 +35,7 @@ those of them that differ from run to run."""
 
 TIMINGS = frozenset({"tokens_per_second", "step_seconds", "memory_gib", "data_wait"})
 """The keys of METRICS that differ from run to run."""
-_METRICS_LINE = {"step": int, "loss": float, "timing?": [str], **{f"{key}?": NUMBER for key in METRICS}}
+_METRICS_LINE = {"step": COUNT, "loss": float, "timing?": [str], **{f"{key}?": NUMBER for key in METRICS}}
 
 
 @dataclass(frozen=True)
@@ -163,18 +163,16 @@ def _check(file: Path, line: Any) -> None:
         ConfigError: if it is of a newer version than is known here.
     """
     events = file.name == "events.jsonl"
-    problem = odd(line, {"version?": int, **({"event": str} if events else {"event?": str})})
+    problem = odd(line, {"version?": int, "step?": COUNT, **({"event": str} if events else {"event?": str})})
     if not problem:
         _check_version(file, line)
         if file.name == "metrics.jsonl":
             problem = odd(line, _METRICS_LINE)
         elif schema := EVENTS.get(line.get("event", "")):
             fields = schema.fields if line.get("version", 1) == schema.version else {}
-            problem = odd(line, {"step": int, "time": float, **fields})
+            problem = odd(line, {"step": COUNT, "time": float, **fields})
             if not problem and schema.name == "evaluation":
                 problem = odd(line["metrics"], {"*": NUMBER})
-    if not problem and isinstance(step := line.get("step"), int) and step < 0:
-        problem = "'step' is less than 0"
     if problem:
         raise ValueError(problem)
 

@@ -12,7 +12,8 @@ from ..base.untrusted import load_json
 
 _LARGEST = 64 << 20
 """Bytes of a file that are read."""
-_BIGGEST = 2**63
+COUNT = range(2**63)
+"""The shape of a number of things."""
 NUMBER = (float, type(None))
 SHAPES: Mapping[str, Any] = {
     "plugins.json": [{"name": str, "version": str, "hash": str, "distribution?": str, "object?": str}],
@@ -65,32 +66,40 @@ def odd(value: Any, shape: Any, name: str = "it") -> str:
 
     Args:
         value: JSON.
-        shape: a type; a tuple of alternative shapes; a list with the shape of all entries; or a table with the shape of
-            each key, where `key?` may be missing and `*` stands for all other keys.
+        shape: a type; `COUNT`; a tuple of alternative shapes; a list with the shape of all entries, or with one shape
+            for each of several; or a table with the shape of each key, where `key?` may be missing and `*` stands for
+            all other keys.
         name: of the value, in the phrase.
     """
     if isinstance(shape, tuple):
-        return "" if any(not odd(value, one) for one in shape) else f"{name} is {_kind(value)}"
+        problems = [odd(value, one, name) for one in shape]
+        return "" if "" in problems else problems[0]
+    if isinstance(shape, range):
+        return "" if type(value) is int and value in shape else f"{name} is {str(value)[:40]!r}, which is no count"
     kinds: Any = list if isinstance(shape, list) else dict if isinstance(shape, Mapping) else shape
     number = kinds is float and isinstance(value, int)
     if not (number or isinstance(value, kinds)) or isinstance(value, bool) > (kinds is bool):
         return f"{name} is {_kind(value)}"
     said: Iterator[str]
     if isinstance(shape, list):
-        said = (odd(one, shape[0], f"entry {at} of {name}") for at, one in enumerate(value))
+        if len(shape) > 1 and len(value) != len(shape):
+            return f"{name} is a list of {len(value)}, not of {len(shape)}"
+        shapes = shape if len(shape) > 1 else shape * len(value)
+        said = (odd(*both, f"entry {at} of {name}") for at, both in enumerate(zip(value, shapes, strict=True)))
     elif isinstance(shape, Mapping):
         said = _odd_entries(value, shape, name)
     else:
-        return f"{name} is too large" if isinstance(value, int) and abs(value) >= _BIGGEST else ""
+        return f"{name} is too large" if isinstance(value, int) and abs(value) >= COUNT.stop else ""
     return next((one for one in said if one), "")
 
 
 def _odd_entries(table: Mapping[str, Any], shape: Mapping[str, Any], name: str) -> Iterator[str]:
+    inside = "" if name == "it" else f" of {name}"
     for key, one in shape.items():
         if (plain := key.removesuffix("?")) in table:
-            yield odd(table[plain], one, repr(plain))
+            yield odd(table[plain], one, f"{plain!r}{inside}")
         elif key == "*":
-            yield from (odd(value, one, repr(other)) for other, value in table.items())
+            yield from (odd(value, one, f"{other[:100]!r}{inside}") for other, value in table.items())
         elif key == plain:
             yield f"{name} lacks {key!r}"
 

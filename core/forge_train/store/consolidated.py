@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..base.files import write_json
-from .in_place import Place, exact_bytes, fill, pieces, size_of, write_at
+from .in_place import Place, exact_bytes, pieces, size_of, write_at
 from .index import Placed
 from .shards import Shard, whole
 from .tensor_files import DTYPES, Shapes, header
@@ -92,21 +92,6 @@ class Files:
                 out.truncate(self.sizes[name])
         values = sum(place.bytes for place in self.places.values())
         write_index(folder, {name.removeprefix(MODEL): place.file for name, place in self.places.items()}, values)
-
-    def fill(self, folder: Path, values: Callable[[str], Tensor], *, rank: int = 0, world: int = 1) -> dict[str, str]:
-        """Write full tensors to their places, one at a time, and flush them; the hashes of files that are whole then.
-
-        Args:
-            folder: holds the files that `create` made.
-            values: gives a tensor by its name in the checkpoint.
-            rank: number of the share; see `fill`.
-            world: number of shares.
-        """
-
-        def data(name: str) -> memoryview:
-            return exact_bytes(values(name), name, self.places[name].shape, self.places[name].dtype)
-
-        return fill(folder, self.headers, self.places, data, rank=rank, world=world, hashed=True)
 
     def write(self, folder: Path, shards: Sequence[Shard], values: Callable[[Shard], Tensor]) -> None:
         """Write shards to their places, and flush them.

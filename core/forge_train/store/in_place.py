@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -75,50 +74,6 @@ def pieces(
     rows = itertools.product(*(range(0, sizes[dim] * strides[dim], strides[dim]) for dim in outer)) if data else ()
     for number, row in enumerate(rows):
         yield first + sum(row), data[number * length : (number + 1) * length]
-
-
-def fill(
-    folder: Path,
-    headers: Mapping[str, bytes],
-    places: Mapping[str, Place],
-    values: Callable[[str], memoryview],
-    *,
-    rank: int = 0,
-    world: int = 1,
-    hashed: bool = False,
-) -> dict[str, str]:
-    """Write one share of full tensors into files that are there with their headers, one at a time, and flush them.
-
-    Args:
-        folder: of the files.
-        headers: file → what it begins with.
-        places: tensor → place, in the order of the files and of the bytes in them.
-        values: gives the bytes of a tensor.
-        rank: number of the share; all shares have about the same number of bytes, and each tensor is in one.
-        world: number of shares.
-        hashed: whether to hash the files on their way.
-
-    Returns:
-        The hashes of the files, where they were asked for and there is one share.
-    """
-    total, begins = sum(place.bytes for place in places.values()), 0
-    hashes: dict[str, str] = {}
-    for file, head in headers.items():
-        handle, found = os.open(folder / file, os.O_WRONLY), digest.hasher() if hashed and world == 1 else None
-        if found:
-            found.update(memoryview(head))
-        try:
-            for name in (name for name, place in places.items() if place.file == file):
-                size = places[name].bytes
-                if min((begins + size // 2) * world // max(total, 1), world - 1) == rank:
-                    write_at(handle, values(name), places[name].start, found)
-                begins += size
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        if found:
-            hashes[file] = found.hexdigest()
-    return hashes
 
 
 def write_at(handle: int, data: memoryview, offset: int, hashed: digest.Hasher | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,17 +102,6 @@ def other_format(found: object) -> str:
 def way_out(problem: str, path: object) -> str:
     """Advise on a checkpoint of another format, in a sentence; empty if that is not the problem."""
     return next((text.format(path=path) for start, text in OTHER.items() if problem.startswith(start)), "")
-
-
-def edited(path: Path) -> Iterator[str]:
-    """Files of a whole checkpoint that were edited since it was saved, and may be."""
-    sealed = inspect(path)
-    known = sealed.editable if isinstance(sealed, Sealed) else {}
-    for name, entry in known.items():
-        if entry:
-            with (path / name).open("rb") as file:
-                if digest.of_file(file, entry.algorithm) != entry.hash:
-                    yield name
 
 
 def _entry(entry: Mapping[str, Any], algorithm: str) -> Entry:

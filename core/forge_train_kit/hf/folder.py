@@ -16,9 +16,10 @@ from forge_train.base.errors import ConfigError, describe
 from forge_train.base.format import format_list
 from forge_train.base.untrusted import load_json, parse_json, regular_size
 from forge_train.checkpoint.not_a_model import advice
-from forge_train.loop.model_files import check_pointer, files
+from forge_train.loop.model_files import files
 from forge_train.store.consolidated import INDEX
 from forge_train.store.shards import whole
+from forge_train_kit.lfs import check_pointer
 
 from ..format import format_lines
 from ..state_map import Box

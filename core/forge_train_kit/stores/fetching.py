@@ -12,11 +12,12 @@ from forge_train.base.files import plain
 from forge_train.base.lock import take
 from forge_train.checkpoint.found import newest
 from forge_train.loop import model_files
-from forge_train.loop.run import address_of, is_run
+from forge_train.loop.run import is_run
 from forge_train.loop.start import is_unfinished
 from forge_train.run.run import writing
 from forge_train.store.manifest import MANIFEST, NAME
 
+from .addresses import address_of
 from .copies import bring
 from .remote_folder import RemoteFolder
 from .store import Store, Stored

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
 from forge_train.checkpoint import checkpoint, seal
-from forge_train.store import manifest
+from forge_train.store import digest
+from forge_train.store.manifest import Sealed, inspect
 from forge_train.store.tensors import check_shards
 
 
@@ -32,4 +34,15 @@ def examine(path: Path) -> Examined:
     except ConfigError as error:
         text = str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/").rstrip(".")
         return Examined(path, text)
-    return Examined(path, edited=tuple(manifest.edited(path)))
+    return Examined(path, edited=tuple(edited(path)))
+
+
+def edited(path: Path) -> Iterator[str]:
+    """Files of a whole checkpoint that were edited since it was saved, and may be."""
+    sealed = inspect(path)
+    known = sealed.editable if isinstance(sealed, Sealed) else {}
+    for name, entry in known.items():
+        if entry:
+            with (path / name).open("rb") as file:
+                if digest.of_file(file, entry.algorithm) != entry.hash:
+                    yield name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections import Counter
@@ -20,8 +21,9 @@ from forge_train.base.new_folder import check_new, claimed
 from forge_train.checkpoint.seal import sync
 from forge_train.config.toml import Key
 from forge_train.plugin.job import Job
-from forge_train.store.consolidated import cut, write_index
-from forge_train.store.in_place import Place, as_bytes, fill, size_of
+from forge_train.store import digest
+from forge_train.store.consolidated import Files, cut, write_index
+from forge_train.store.in_place import Place, as_bytes, exact_bytes, size_of, write_at
 from forge_train.store.tensor_files import Shapes, header
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, SINGLE, table
@@ -116,6 +118,69 @@ class TensorFiles:
         stored = tensor.to(dtype)
         check_range(name, stored, lambda: tensor)
         return as_bytes(stored)
+
+
+def fill(
+    folder: Path,
+    headers: Mapping[str, bytes],
+    places: Mapping[str, Place],
+    values: Callable[[str], memoryview],
+    *,
+    rank: int = 0,
+    world: int = 1,
+    hashed: bool = False,
+) -> dict[str, str]:
+    """Write one share of full tensors into files that are there with their headers, one at a time, and flush them.
+
+    Args:
+        folder: of the files.
+        headers: file → what it begins with.
+        places: tensor → place, in the order of the files and of the bytes in them.
+        values: gives the bytes of a tensor.
+        rank: number of the share; all shares have about the same number of bytes, and each tensor is in one.
+        world: number of shares.
+        hashed: whether to hash the files on their way.
+
+    Returns:
+        The hashes of the files, where they were asked for and there is one share.
+    """
+    total, begins = sum(place.bytes for place in places.values()), 0
+    hashes: dict[str, str] = {}
+    for file, head in headers.items():
+        handle, found = os.open(folder / file, os.O_WRONLY), digest.hasher() if hashed and world == 1 else None
+        if found:
+            found.update(memoryview(head))
+        try:
+            for name in (name for name, place in places.items() if place.file == file):
+                size = places[name].bytes
+                if min((begins + size // 2) * world // max(total, 1), world - 1) == rank:
+                    write_at(handle, values(name), places[name].start, found)
+                begins += size
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        if found:
+            hashes[file] = found.hexdigest()
+    return hashes
+
+
+def fill_full(
+    folder: Path, files: Files, values: Callable[[str], Tensor], *, rank: int = 0, world: int = 1
+) -> dict[str, str]:
+    """Write one share of a checkpoint's full tensors into the files that `files.create` made; see `fill`.
+
+    Args:
+        folder: of the files.
+        files: the files.
+        values: gives a tensor by its name in the checkpoint.
+        rank: number of the share.
+        world: number of shares.
+    """
+
+    def data(name: str) -> memoryview:
+        return exact_bytes(values(name), name, files.places[name].shape, files.places[name].dtype)
+
+    return fill(folder, files.headers, files.places, data, rank=rank, world=world, hashed=True)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from forge_train_kit.state_map import Plan
 from forge_train_kit.state_map.views import Stored
 
 from ..launching.launch import WorkerCommand, launch
-from .hf_files import Exchanged, check_range, comments_in
+from .hf_files import Exchanged, check_range, comments_in, fill_full
 from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job
 
@@ -97,9 +97,9 @@ def import_checkpoint(
     )
     made = _Import.of(asked)
 
-    def fill(part: Path, files: Files) -> Mapping[str, str]:
+    def filled(part: Path, files: Files) -> Mapping[str, str]:
         if nproc == 1:
-            return files.fill(part, made.read)
+            return fill_full(part, files, made.read)
         _fill_together(asked, part, nproc)
         return {}
 
@@ -107,7 +107,7 @@ def import_checkpoint(
         beside = _describe(Path(scratch), made.folder, target, made.setup)
         try:
             with claimed(target) as place:
-                _write(made, place, beside, fill)
+                _write(made, place, beside, filled)
         except OSError as error:
             raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
     files = tuple(sorted({entry.file.name for entry in made.folder.tensors.values()}))
@@ -216,7 +216,7 @@ class _Import:
         return tensor
 
 
-def _write(made: _Import, place: Path, beside: list[Path], fill: Fill) -> None:
+def _write(made: _Import, place: Path, beside: list[Path], filled: Fill) -> None:
     try:
         checkpoint.write(
             place,
@@ -227,7 +227,7 @@ def _write(made: _Import, place: Path, beside: list[Path], fill: Fill) -> None:
             contents=made.read,
             editable=(EDITABLE,),
             form="safetensors",
-            fill=fill,
+            fill=filled,
             replace=False,
         )
     finally:
@@ -246,7 +246,7 @@ def import_share(asked: dict[str, Any], part: str) -> dict[str, Any]:
     """The work of each process of an import."""
     here, made = World.here(), _Import.of(_Asked(**asked))
     try:
-        made.files.fill(Path(part), made.read, rank=here.rank, world=here.size)
+        fill_full(Path(part), made.files, made.read, rank=here.rank, world=here.size)
     except OSError as error:
         raise disk.refused(Path(asked["target"]), error) from error
     return {"code": 0}

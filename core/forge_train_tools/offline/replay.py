@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from forge_train.base.errors import ConfigError
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.noted import left_out
-from forge_train.checkpoint.retreat import newest_before
+from forge_train.checkpoint.found import left_out, newest
 from forge_train.checkpoint.seal import ALONE
 from forge_train.config.layers import Request
 from forge_train.contract.batch import MASKED, Batch
@@ -87,7 +86,7 @@ def replay(run: Path, step: int, *, settings: Sequence[str] = (), device: Device
     """
     if not is_run(run):
         raise ConfigError(f"{run} is not a run. Name the folder that contains its config.toml.")
-    found = newest_before(run / "checkpoints", step, ALONE)
+    found = newest(run / "checkpoints", ALONE, before=step)
     setup = _setup(run, found.path if found else None, tuple(settings))
     steps = setup.config.train.total_steps
     if not 1 <= step <= steps:

@@ -11,7 +11,7 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe, nearest
-from forge_train.loop.model_files import check_pointer
+from forge_train_kit.lfs import check_pointer
 
 from .template import Template
 

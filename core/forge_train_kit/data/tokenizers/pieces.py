@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe
-from forge_train.loop.model_files import pointer
+from forge_train_kit.lfs import pointer
 
 from . import special
 
