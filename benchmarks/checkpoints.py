@@ -96,11 +96,13 @@ def disk(folder: Path, how: str) -> dict[str, float]:
 def save(folder: Path, how: str) -> dict[str, float]:
     """Seconds and memory of a save, once the plan and the buffers are there."""
     from forge_train.checkpoint.seal import ALONE
-    from forge_train.checkpoint.writing import Copies, commit, stage_in
+    from forge_train.checkpoint.writing import commit, stage
+    from forge_train.store.save_plan import Copies
 
     state = {"model": {str(n): torch.full((PIECE // 4,), float(n)) for n in range(PIECES)}}
     spare = [torch.ones_like(tensor) for tensor in state["model"].values()] if how == "copy" else []
-    before, copies, plan = resident(), Copies() if how == "behind" else None, None
+    copies: Copies | None = {} if how == "behind" else None
+    before, plan = resident(), None
     found: list[dict[str, float]] = []
     for step in range(1, 2 + REPEATS):
         watch = Watch()
@@ -109,7 +111,7 @@ def save(folder: Path, how: str) -> dict[str, float]:
                 one.copy_(tensor)
             waits, waits_cpu = wall, cpu = watch.read()
         else:
-            staged = stage_in(folder, step, state, ALONE, copies=copies, before=plan)
+            staged = stage(folder / f"step-{step:08d}", step, state, ALONE, copies=copies, before=plan)
             plan, (waits, waits_cpu) = staged.shards.plan, watch.read()
             saved = commit(staged, ALONE, beside=[], latest=folder / "latest")
             wall, cpu = watch.read()

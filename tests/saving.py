@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,30 @@ from unittest.mock import patch
 from torch import Tensor
 
 from forge_train import Plugin, hookimpl
+from forge_train.base.files import remove_remains
 from forge_train.checkpoint import writing
+from forge_train.checkpoint.found import Saved
 from forge_train.loop.saver import Saver
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.store.consolidated import Format
 from forge_train.store.tree import split
 
 ASYNC = {"checkpoint.asynchronous": True}
+
+
+def save_step(
+    folder: Path,
+    step: int,
+    state: Mapping[str, Any],
+    dist: DistributedContext,
+    *,
+    beside: list[Path],
+    form: Format = "sharded",
+) -> Saved:
+    """Write `folder/step-…` as a run does, and have `folder/latest` name it."""
+    remove_remains(folder)
+    staged = writing.stage(folder / f"step-{step:08d}", step, state, dist, form=form)
+    return writing.commit(staged, dist, beside=beside, latest=folder / "latest")
 
 
 def stepping(at: Callable[[int], object]) -> type[Plugin]:

@@ -21,6 +21,7 @@ from forge_train.checkpoint.seal import ALONE, check
 from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline import differences
 from full_disk import full_for
+from saving import save_step
 
 pytestmark = [pytest.mark.unit]
 
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.unit]
 def save(folder: Path, step: int, **state: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     held = {"model": {"a": torch.full((3, 2), float(step))}, "progress": {"step": step, "tokens": 8 * step}, **state}
-    return checkpoint.save(folder, step, held, ALONE, beside=[]).path
+    return save_step(folder, step, held, ALONE, beside=[]).path
 
 
 @pytest.fixture

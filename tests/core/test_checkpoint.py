@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from forge_train import ConfigError, ForgeError
-from forge_train.checkpoint import evaluated, writing
+from forge_train.checkpoint import reading, writing
 from forge_train.checkpoint.checkpoint import (
     MANIFEST,
     check,
@@ -26,12 +26,12 @@ from forge_train.checkpoint.checkpoint import (
     prune,
     read_state,
     resolve,
-    save,
     shapes,
 )
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
 from forge_train.store.save_plan import Shards
+from saving import save_step
 
 pytestmark = pytest.mark.unit
 
@@ -49,7 +49,7 @@ def state(value: float = 1.0) -> dict[str, Any]:
 
 def write(folder: Path, step: int, value: float | None = None) -> Path:
     folder.mkdir(exist_ok=True)
-    return save(folder, step, state(step if value is None else value), ALONE, beside=[]).path
+    return save_step(folder, step, state(step if value is None else value), ALONE, beside=[]).path
 
 
 def names(folder: Path) -> list[str]:
@@ -62,7 +62,7 @@ def names(folder: Path) -> list[str]:
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     beside = tmp_path / "config.toml"
     beside.write_text("x = 1\n", encoding="utf-8")
-    saved = save(tmp_path / "c", 7, state(2.0), ALONE, beside=[beside])
+    saved = save_step(tmp_path / "c", 7, state(2.0), ALONE, beside=[beside])
     assert (saved.path, saved.step) == (tmp_path / "c" / "step-00000007", 7)
     assert names(tmp_path / "c") == ["latest", "step-00000007"]
     assert (tmp_path / "c" / "latest").read_text(encoding="utf-8") == "step-00000007\n"
@@ -288,9 +288,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(small_disk: Path) -> None:
     small = {"a": torch.zeros(1000)}
-    save(small_disk, 1, small, ALONE, beside=[])
+    save_step(small_disk, 1, small, ALONE, beside=[])
     with pytest.raises(ForgeError) as caught:
-        save(small_disk, 2, {"a": torch.zeros(100_000)}, ALONE, beside=[])
+        save_step(small_disk, 2, {"a": torch.zeros(100_000)}, ALONE, beside=[])
     assert re.fullmatch(
         rf"{small_disk}/step-00000002: can't save the checkpoint: it takes 391 KiB "
         rf"\(the disk at {small_disk} has .* of 300 KiB left\)\. The newest whole checkpoint is step-00000001\. "
@@ -300,7 +300,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(small_disk: Path) -> N
     assert caught.value.code == 1
     assert names(small_disk) == ["latest", "step-00000001"]
     assert check(small_disk / "step-00000001", contents=True) == ""
-    save(small_disk, 3, small, ALONE, beside=[])
+    save_step(small_disk, 3, small, ALONE, beside=[])
 
 
 @pytest.mark.parametrize("place", ["write", "write_json", "seal", "_commit"])
@@ -327,7 +327,7 @@ def test_another_failure_while_writing_is_raised_as_it_is(tmp_path: Path, monkey
             raise LookupError("not me")
 
     with pytest.raises(Exception) as caught:  # noqa: PT011  # whatever torch makes of it
-        save(tmp_path, 1, {"a": torch.ones(2).as_subclass(Odd)}, ALONE, beside=[])
+        save_step(tmp_path, 1, {"a": torch.ones(2).as_subclass(Odd)}, ALONE, beside=[])
     assert isinstance(caught.value, Exception)
     assert found(tmp_path) == []
 
@@ -373,5 +373,5 @@ def test_a_checkpoint_without_evaluation_weights_is_not_read_for_them(
     def read(*_: object) -> None:
         raise AssertionError("all ranks would have to take part")
 
-    monkeypatch.setattr(evaluated.tensors, "read", read)
-    evaluated.put_in(path, {"scalar": torch.ones(())}, ALONE)
+    monkeypatch.setattr(reading.tensors, "read", read)
+    reading.take_evaluated(path, {"scalar": torch.ones(())}, ALONE)

@@ -17,6 +17,7 @@ from forge_train.checkpoint.seal import ALONE, weights_digest
 from forge_train.store.manifest import FORMAT
 from forge_train_tools.offline.dcp import import_dcp, old_digest
 from forge_train_tools.offline.examine import examine
+from saving import save_step
 from tiny_models import flip, reseal
 
 pytestmark = [pytest.mark.unit]
@@ -82,7 +83,7 @@ def test_an_older_format_is_imported_before_it_is_used(tmp_path: Path, number: i
         assert (ended.code, ended.err.replace("\n", " ").count(said)) == (2, 1), ended.err
     assert forge("checkpoint", "verify", old).code == 1
     run = tmp_path / "run" / "checkpoints"
-    checkpoint.save(run, 1, {"model": {"a": torch.ones(2)}, "progress": {"step": 1}}, ALONE, beside=[])
+    save_step(run, 1, {"model": {"a": torch.ones(2)}, "progress": {"step": 1}}, ALONE, beside=[])
     shutil.copytree(old, run / "step-00000007")
     with pytest.raises(ConfigError, match="step-00000007: written by an older forge"):  # and no older one is taken
         checkpoint.resolve(run.parent)
@@ -93,7 +94,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"
     for step in (1, 2):
         state = {"model": {"a": torch.ones(2)}, "progress": {"step": step}}
-        path = checkpoint.save(run / "checkpoints", step, state, ALONE, beside=[]).path
+        path = save_step(run / "checkpoints", step, state, ALONE, beside=[]).path
     table = json.loads((path / where).read_text())
     (path / where).write_text(json.dumps({**table, "format": FORMAT + 1}))
     if where == "state.json":
@@ -133,7 +134,7 @@ def test_weights_are_known_by_the_same_digest_as_ever() -> None:
 
 
 def test_an_older_forge_refuses_what_is_written_now_by_its_format(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, {"model": {"a": torch.ones(2)}}, ALONE, beside=[]).path
+    path = save_step(tmp_path, 1, {"model": {"a": torch.ones(2)}}, ALONE, beside=[]).path
     table = json.loads((path / "manifest.json").read_text())
     assert (table["format"], table["hash"]) == (3, "xxh3_128")
     assert json.loads((path / "state.json").read_text())["format"] == 3

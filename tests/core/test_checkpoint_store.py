@@ -18,10 +18,11 @@ from bucket import bucket, keys
 from forge_cli import environment
 from forge_train import ConfigError
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.checkpoint import load, save
+from forge_train.checkpoint.checkpoint import load
 from forge_train.checkpoint.seal import ALONE
 from forge_train_kit.stores.copies import Sender, Sent, bring
 from forge_train_kit.stores.store import Store
+from saving import save_step
 
 pytestmark = [pytest.mark.unit]
 
@@ -31,7 +32,7 @@ ADDRESS = "bucket://b/run"
 def write(place: Path, step: int) -> None:
     state = {"model": {"w": torch.full((4, 3), float(step))}, "step": step}
     tokenizer = place.parent / "tokenizer"
-    save(place, step, state, ALONE, beside=[tokenizer] if tokenizer.exists() else [])
+    save_step(place, step, state, ALONE, beside=[tokenizer] if tokenizer.exists() else [])
 
 
 def value(path: Path) -> float:

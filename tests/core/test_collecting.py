@@ -11,18 +11,18 @@ import torch
 from forge_train.mesh import distributed
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
-from forge_train.step import collecting
+from forge_train.step import meter
 
 pytestmark = pytest.mark.unit
 
 
 def collections(monkeypatch: pytest.MonkeyPatch, steps: int, *, active: bool) -> list[tuple[int, ...]]:
     seen: list[tuple[int, ...]] = []
-    with monkeypatch.context() as patch, collecting.scheduled(active=active):
+    with monkeypatch.context() as patch, meter.scheduled_collections(active=active):
         patch.setattr(gc, "collect", lambda *generation: seen.append(generation))
         assert gc.isenabled() is not active
         for step in range(1, steps + 1):
-            collecting.collect(step)
+            meter.collect(step)
     assert gc.isenabled()
     return seen
 
@@ -34,7 +34,7 @@ def test_a_device_has_collections_at_fixed_steps(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_error_gives_collections_back() -> None:
-    with pytest.raises(ValueError, match="a step"), collecting.scheduled(active=True):
+    with pytest.raises(ValueError, match="a step"), meter.scheduled_collections(active=True):
         raise ValueError("a step")
     assert gc.isenabled()
 

@@ -30,6 +30,7 @@ from forge_train_kit.stores.store import Store
 from forge_train_tools.offline.differences import compare
 from forge_train_tools.offline.examine import examine
 from full_disk import full_for
+from saving import save_step
 from tiny_models import flip, reseal
 
 pytestmark = [pytest.mark.unit]
@@ -48,7 +49,7 @@ STATE: dict[str, Any] = {"model": MODEL, "optimizer": {"m": torch.ones(9)}, "pro
 
 
 def save(folder: Path, form: Any, state: dict[str, Any] = STATE) -> Path:
-    return checkpoint.save(folder, 1, state, ALONE, beside=[], form=form).path
+    return save_step(folder, 1, state, ALONE, beside=[], form=form).path
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -140,7 +141,7 @@ def test_the_room_that_is_asked_for_has_the_full_tensors(tmp_path: Path) -> None
     assert needed["both"] - needed["sharded"] == pytest.approx(4_000_000, rel=0.01)
     assert needed["safetensors"] == pytest.approx(needed["sharded"], rel=0.01)
     for form, size in needed.items():
-        saved = checkpoint.save(tmp_path / form, 1, state, ALONE, beside=[], form=form)
+        saved = save_step(tmp_path / form, 1, state, ALONE, beside=[], form=form)
         assert saved.bytes == pytest.approx(size, rel=0.01)
 
 

@@ -23,6 +23,7 @@ from forge_train.loop.weights import Base
 from forge_train_tools.offline.dcp import export_dcp, import_dcp
 from forge_train_tools.offline.differences import compare
 from forge_train_tools.offline.examine import examine
+from saving import save_step
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -43,7 +44,7 @@ STATE: dict[str, Any] = {
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return checkpoint.save(tmp_path / "checkpoints", 1, STATE, ALONE, beside=[]).path
+    return save_step(tmp_path / "checkpoints", 1, STATE, ALONE, beside=[]).path
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -174,9 +175,9 @@ def test_a_hostile_tensor_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_partial_checkpoint_follows_its_base(tmp_path: Path) -> None:
-    base = checkpoint.save(tmp_path / "base", 1, STATE, ALONE, beside=[]).path
+    base = save_step(tmp_path / "base", 1, STATE, ALONE, beside=[]).path
     part = {"model": {"w": torch.ones(7, 5)}, "progress": {"step": 1}, "base": vars(Base.of(base))}
-    adapter = checkpoint.save(tmp_path / "adapter", 1, part, ALONE, beside=[]).path
+    adapter = save_step(tmp_path / "adapter", 1, part, ALONE, beside=[]).path
     export_dcp(adapter, tmp_path / "out")
     import_dcp(tmp_path / "out", tmp_path / "same")
     assert checkpoint.read_state(tmp_path / "same")["base"]["digest"] == weights_digest(base)

@@ -15,8 +15,9 @@ import torch
 
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.seal import ALONE
-from forge_train.checkpoint.writing import prune, save
+from forge_train.checkpoint.writing import prune
 from forge_train.store.consolidated import INDEX
+from saving import save_step
 
 pytestmark = [pytest.mark.unit]
 
@@ -84,9 +85,9 @@ def test_everything_is_flushed_before_it_is_relied_on(tmp_path: Path, form: Any)
     (beside / "vocab.json").write_text("{}", encoding="utf-8")
     checkpoints.mkdir()
     state = {"model": {"a": torch.ones(100), "b": torch.ones(3)}}
-    save(checkpoints, 1, state, ALONE, beside=[beside], form=form)
+    save_step(checkpoints, 1, state, ALONE, beside=[beside], form=form)
     with watched(checkpoints) as disk:
-        save(checkpoints, 2, state, ALONE, beside=[beside], form=form)
+        save_step(checkpoints, 2, state, ALONE, beside=[beside], form=form)
         list(prune(checkpoints, 1, 0))
     index = [f".{INDEX}.partial → {INDEX}"] if form != "sharded" else []
     assert disk.done == [
@@ -110,7 +111,7 @@ def test_a_flush_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     with patch.object(writing, "sync", lambda folder: None), watched(checkpoints) as disk:
-        save(checkpoints, 1, {"a": torch.ones(2)}, ALONE, beside=[])
-        save(checkpoints, 2, {"a": torch.ones(2)}, ALONE, beside=[])
+        save_step(checkpoints, 1, {"a": torch.ones(2)}, ALONE, beside=[])
+        save_step(checkpoints, 2, {"a": torch.ones(2)}, ALONE, beside=[])
         list(prune(checkpoints, 1, 0))
     assert disk.lost == ["step-00000001", "step-00000002"]

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from forge_train import ConfigError
-from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.seal import ALONE, check
 from forge_train_kit.stores.fetching import fetched
 from forge_train_kit.stores.remote_folder import RemoteFolder
 from forge_train_kit.stores.store import Store
 from forge_train_tools.offline import relocate
+from saving import save_step
 
 pytestmark = [pytest.mark.unit]
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.unit]
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     (tmp_path / "made").mkdir()
-    return checkpoint.save(tmp_path / "made", 1, {"model": {"w": torch.ones(3)}}, ALONE, beside=[]).path
+    return save_step(tmp_path / "made", 1, {"model": {"w": torch.ones(3)}}, ALONE, beside=[]).path
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, do: Callable[[], object]) -> None:
@@ -67,7 +67,7 @@ def test_the_second_of_two_copies_is_refused(
 def test_the_second_of_two_moves_to_another_disk_is_refused(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = checkpoint.save(tmp_path / "made", 2, {"model": {"w": torch.ones(3)}}, ALONE, beside=[]).path
+    other = save_step(tmp_path / "made", 2, {"model": {"w": torch.ones(3)}}, ALONE, beside=[]).path
     rename, messages = Path.rename, list[str]()
 
     def across(path: Path, new: Path) -> Path:

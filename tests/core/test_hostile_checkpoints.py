@@ -26,6 +26,7 @@ from forge_train.store.tensors import check_shards, read_range
 from forge_train_kit.data.manifest import read_manifest
 from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline.examine import examine
+from saving import save_step
 from tiny_models import reseal
 
 pytestmark = [pytest.mark.unit]
@@ -41,7 +42,7 @@ SECONDS, MEMORY = 10, 256 << 20
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return checkpoint.save(tmp_path / "checkpoints", 1, STATE, ALONE, beside=[]).path
+    return save_step(tmp_path / "checkpoints", 1, STATE, ALONE, beside=[]).path
 
 
 def weights(path: Path) -> Path:
@@ -347,7 +348,7 @@ def test_every_kind_of_tensor_comes_back(tmp_path: Path) -> None:
         "counts": torch.tensor([-1, 2**62]),
         "part": torch.arange(10)[3:7],
     }
-    path = checkpoint.save(tmp_path, 1, {"model": tensors, "progress": {"step": 1}}, ALONE, beside=[]).path
+    path = save_step(tmp_path, 1, {"model": tensors, "progress": {"step": 1}}, ALONE, beside=[]).path
     read = checkpoint.load(path, {}, ALONE)["model"]
     for name, tensor in tensors.items():
         assert (read[name].shape, read[name].dtype) == (tensor.shape, tensor.dtype), name
@@ -576,13 +577,13 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
 
     own = {"optimizer": {"state": {"a": torch.ones(2).as_subclass(Own)}}}
     with pytest.raises(PluginError, match=r"'optimizer\.state\.a' holds a Own, a tensor of a class of its own"):
-        checkpoint.save(tmp_path, 1, {**STATE, **own}, ALONE, beside=[])
+        save_step(tmp_path, 1, {**STATE, **own}, ALONE, beside=[])
     deep: Any = 1
     for _ in range(40):
         deep = {"a": (deep,)}
     with pytest.raises(PluginError, match="is nested deeper than 100 levels, which can't be read again"):
-        checkpoint.save(tmp_path, 1, {**STATE, "plugins": deep}, ALONE, beside=[])
+        save_step(tmp_path, 1, {**STATE, "plugins": deep}, ALONE, beside=[])
     for _ in range(8):
         deep = deep["a"][0]
-    path = checkpoint.save(tmp_path, 1, {**STATE, "plugins": deep}, ALONE, beside=[]).path
+    path = save_step(tmp_path, 1, {**STATE, "plugins": deep}, ALONE, beside=[]).path
     assert checkpoint.load(path, {}, ALONE)["plugins"] == deep

@@ -27,6 +27,7 @@ from forge_train import ConfigError
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.seal import ALONE
 from forge_train_tools.offline.dcp import export_dcp, import_dcp
+from saving import save_step
 from tiny_models import reseal
 
 pytestmark = [
@@ -63,7 +64,7 @@ def ours(tmp_path: Path) -> Path:
     for name in ("config.toml", "plugins.json"):
         (tmp_path / "beside" / name).write_text("")
     beside = sorted((tmp_path / "beside").iterdir())
-    path = checkpoint.save(tmp_path / "checkpoints", 1, state, ALONE, beside=beside).path
+    path = save_step(tmp_path / "checkpoints", 1, state, ALONE, beside=beside).path
     export_dcp(path, tmp_path / "ours")
     return tmp_path / "ours"
 

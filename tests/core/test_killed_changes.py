@@ -18,8 +18,9 @@ from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.base import files
 from forge_train.checkpoint import checkpoint, found
 from forge_train.checkpoint.seal import ALONE, check
-from forge_train.checkpoint.writing import prune, repair, save
+from forge_train.checkpoint.writing import prune, repair
 from forge_train.run.records import read
+from saving import save_step
 
 pytestmark = [pytest.mark.unit]
 OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
@@ -68,7 +69,7 @@ def every_kill(start: Path, folder: Path, change: Callable[[Path], object]) -> I
 
 def write(run: Path, step: int, value: float | None = None) -> None:
     state = {"model": {"w": torch.full((3,), float(step) if value is None else value)}}
-    save(run / "checkpoints", step, state, ALONE, beside=[])
+    save_step(run / "checkpoints", step, state, ALONE, beside=[])
 
 
 def value(path: Path) -> float:

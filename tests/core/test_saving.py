@@ -21,13 +21,13 @@ from forge_train import DivergedError, ForgeError, Plugin, PluginError, hookimpl
 from forge_train.base.disk import DiskError
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.background import NICENESS, Background
-from forge_train.checkpoint.checkpoint import check, found, load, save
+from forge_train.checkpoint.checkpoint import check, found, load
 from forge_train.checkpoint.seal import ALONE
 from forge_train.store import save_plan
 from forge_train.store.save_plan import Shards, balanced
 from forge_train.store.shards import Shard
 from full_disk import full_for
-from saving import ASYNC, contents, overwritten, slow_disk, stepping
+from saving import ASYNC, contents, overwritten, save_step, slow_disk, stepping
 
 pytestmark = pytest.mark.unit
 
@@ -288,14 +288,14 @@ def test_a_large_state_is_written_by_several_threads_whose_refusals_are_all_hear
     monkeypatch.setattr(save_plan, "PER_THREAD", 1000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3), raising=False)
     state = {"model": {f"p{n}": torch.full((500,), float(n)) for n in range(8)}}
-    path = save(tmp_path, 1, state, ALONE, beside=[]).path
+    path = save_step(tmp_path, 1, state, ALONE, beside=[]).path
     names = [f"rank-00000-{thread}.safetensors" for thread in range(3)]
     assert sorted(file.name for file in path.glob("rank-*.safetensors")) == names
     assert check(path, contents=True) == ""
     assert all(value.eq(int(name[1:])).all() for name, value in load(path, {}, ALONE)["model"].items())
     for name in names:
         with full_for(name), pytest.raises(DiskError, match="No space left on device"):
-            save(tmp_path, 2, state, ALONE, beside=[])
+            save_step(tmp_path, 2, state, ALONE, beside=[])
     assert [one.step for one in found(tmp_path)] == [1]
 
 

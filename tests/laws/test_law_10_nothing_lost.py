@@ -25,7 +25,8 @@ import torch
 
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.background import Background
-from forge_train.checkpoint.writing import Copies, commit, stage_in
+from forge_train.base.files import remove_remains
+from forge_train.checkpoint.writing import commit, stage
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.config.rules import Layout
 
@@ -34,7 +35,8 @@ alone = DistributedContext(Layout(), torch.device("cpu"))
 
 def write(place, step):
     state = {"model": {"w": torch.full((4, 3), float(step)), "v": torch.full((2,), float(step))}, "step": step}
-    staged = stage_in(place, step, state, alone, copies=Copies() if behind else None, form=form)
+    remove_remains(place)
+    staged = stage(place / f"step-{step:08d}", step, state, alone, copies={} if behind else None, form=form)
     for tensor in state["model"].values() if behind else ():
         tensor.zero_()
     commit(staged, alone, beside=[], latest=place / "latest")

@@ -23,7 +23,6 @@ from .reading import unusable
 from .seal import ALONE, verify
 from .seal import check as check  # noqa: PLC0414
 from .writing import prune as prune  # noqa: PLC0414
-from .writing import save as save  # noqa: PLC0414
 from .writing import write as write  # noqa: PLC0414
 
 

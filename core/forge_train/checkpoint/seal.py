@@ -16,7 +16,7 @@ from ..mesh.distributed import DistributedContext
 from ..mesh.layout import Layout
 from ..mesh.world import cores
 from ..store import digest
-from ..store.manifest import FORMAT, INDEX, MANIFEST, SHARDS, Entry, inspect
+from ..store.manifest import FORMAT, INDEX, MANIFEST, SHARDS, Sealed, inspect
 
 ALONE = DistributedContext(Layout(), torch.device("cpu"))
 """This process by itself."""
@@ -30,10 +30,10 @@ def check(path: Path, *, contents: bool = False) -> str:
         path: the checkpoint.
         contents: whether to read every file and compare hashes, not only sizes.
     """
-    inspected = _inspect(path)
-    if isinstance(inspected, str) or not contents:
-        return inspected if isinstance(inspected, str) else ""
-    return _compare(inspected, _hashes(path, _sizes(inspected), algorithm=_algorithm(inspected)))
+    sealed = inspect(path)
+    if isinstance(sealed, str):
+        return sealed
+    return _compare(path, sealed, ALONE) if contents else ""
 
 
 def verify(path: Path, dist: DistributedContext = ALONE, *, from_disk: bool = False) -> str:
@@ -49,8 +49,7 @@ def verify(path: Path, dist: DistributedContext = ALONE, *, from_disk: bool = Fa
     sealed = dist.on_main(lambda: _unverified(path))
     if isinstance(sealed, str):
         return sealed
-    found = _hashes(path, _sizes(sealed), dist, algorithm=_algorithm(sealed), from_disk=from_disk)
-    problem = _compare(sealed, found)
+    problem = _compare(path, sealed, dist, from_disk=from_disk)
     if not problem and dist.main:
         _verified[path.absolute()] = _signature(path)
     return problem
@@ -97,10 +96,10 @@ def seal(
 
 def weights_digest(path: Path) -> str:
     """A hash of a checkpoint's tensors, from its manifest: copies have the same."""
-    sealed = _inspect(path)
+    sealed = inspect(path)
     if isinstance(sealed, str):
         raise ConfigError(f"{path}: not a whole checkpoint: {sealed}.")
-    files = sorted((n, e.hash) for n, e in sealed.items() if n == INDEX or n.endswith(SHARDS))
+    files = sorted((n, e.hash) for n, e in sealed.files.items() if n == INDEX or n.endswith(SHARDS))
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
@@ -126,14 +125,10 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def _inspect(path: Path) -> dict[str, Entry] | str:
-    """Return the sealed files, or a phrase on what is wrong, judging by sizes."""
-    sealed = inspect(path)
-    return sealed if isinstance(sealed, str) else dict(sealed.files)
-
-
-def _compare(sealed: Mapping[str, Entry], found: Mapping[str, str | OSError]) -> str:
-    for name, entry in sealed.items():
+def _compare(path: Path, sealed: Sealed, dist: DistributedContext, *, from_disk: bool = False) -> str:
+    sizes = {name: entry.bytes for name, entry in sealed.files.items()}
+    found = _hashes(path, sizes, dist, algorithm=sealed.algorithm, from_disk=from_disk)
+    for name, entry in sealed.files.items():
         if isinstance(one := found[name], OSError):
             return f"{name} can't be read: {one.strerror or one}"
         if one != entry.hash:
@@ -147,12 +142,12 @@ _verified: dict[Path, _Signature] = {}
 """Checkpoints that this process wrote or verified, as their files were then."""
 
 
-def _unverified(path: Path) -> dict[str, Entry] | str:
+def _unverified(path: Path) -> Sealed | str:
     """Return the files that must still be read, or what is already wrong; empty for a verified checkpoint."""
-    inspected = _inspect(path)
-    if isinstance(inspected, str):
-        return inspected
-    return "" if _verified.get(path.absolute()) == _signature(path) else inspected
+    sealed = inspect(path)
+    if isinstance(sealed, str):
+        return sealed
+    return "" if _verified.get(path.absolute()) == _signature(path) else sealed
 
 
 def _signature(path: Path) -> _Signature:
@@ -166,7 +161,7 @@ def _signature(path: Path) -> _Signature:
 def _hashes(
     path: Path,
     sizes: Mapping[str, int],
-    dist: DistributedContext = ALONE,
+    dist: DistributedContext,
     *,
     algorithm: str = digest.ALGORITHM,
     flush: bool = False,
@@ -192,11 +187,3 @@ def _hashes(
     with ThreadPoolExecutor(max(min(cores() // dist.place.local_size, len(mine)), 1)) as pool:
         found = dict(zip(mine, pool.map(read, mine), strict=True))
     return {name: digest for one in dist.gather_objects(found) for name, digest in one.items()}
-
-
-def _algorithm(sealed: Mapping[str, Entry]) -> str:
-    return next(iter(sealed.values())).algorithm
-
-
-def _sizes(sealed: Mapping[str, Entry]) -> dict[str, int]:
-    return {name: entry.bytes for name, entry in sealed.items()}

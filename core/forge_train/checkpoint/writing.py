@@ -24,18 +24,11 @@ from ..base.new_folder import check_new
 from ..mesh.distributed import DistributedContext
 from ..store.consolidated import Format
 from ..store.manifest import FORMAT
-from ..store.save_plan import Fill, Plan, Shards, choose
+from ..store.save_plan import Copies, Fill, Plan, Shards, choose
 from ..store.tree import merged, split
 from .found import Saved, found, is_kept, name_latest, remove, whole
 from .reading import read_state
 from .seal import ALONE, moved, seal, sync, verify
-
-
-class Copies:
-    """A state on the host, as it was when it was staged. Its memory serves one checkpoint after the other."""
-
-    def __init__(self) -> None:
-        self.shards: dict[Any, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -47,47 +40,6 @@ class Staged:
     state: Any
     """Everything but the tensors, as JSON."""
     shards: Shards
-
-
-def save(
-    folder: Path,
-    step: int,
-    state: Mapping[str, Any],
-    dist: DistributedContext,
-    *,
-    beside: list[Path],
-    form: Format = "sharded",
-) -> Saved:
-    """Write `folder/step-…`, and have `folder/latest` name it.
-
-    Args:
-        folder: the run's `checkpoints/`.
-        step: the optimizer step it is of.
-        state: tensors and JSON, as `forge_train.checkpoint.state` takes it apart.
-        dist: who writes.
-        beside: files and folders to put into it (the configuration, the list of plugins, the tokenizer).
-        form: of the model's weights.
-
-    Raises:
-        ForgeError: if the disk refuses; earlier checkpoints stay as they are.
-    """
-    return commit(stage_in(folder, step, state, dist, form=form), dist, beside=beside, latest=folder / "latest")
-
-
-def stage_in(
-    folder: Path,
-    step: int,
-    state: Mapping[str, Any],
-    dist: DistributedContext,
-    *,
-    copies: Copies | None = None,
-    before: Plan | None = None,
-    form: Format = "sharded",
-) -> Staged:
-    """Stage `folder/step-…`; what killed processes left in the folder is removed. See `stage`."""
-    if dist.main:
-        remove_remains(folder)
-    return stage(folder / f"step-{step:08d}", step, state, dist, copies=copies, before=before, form=form)
 
 
 def write(
@@ -123,10 +75,13 @@ def stage(
 
     Args:
         target: the checkpoint's folder.
-        step: see `save`, as for `state` and `dist`.
+        step: the optimizer step it is of.
+        state: tensors and JSON, as `forge_train.checkpoint.state` takes it apart.
+        dist: who writes.
         contents: gives a tensor by its name. The tensors in `state` then only describe them (on the meta device), and
             there is never more than a few of them in memory.
-        copies: where to copy the tensors, so that what follows leaves the checkpoint as it is.
+        copies: where to copy the tensors, so that what follows leaves the checkpoint as it is; the memory of copies
+            that are there is used again.
         before: the plan of the run's checkpoint before.
         form: of the model's weights.
 
@@ -138,7 +93,7 @@ def stage(
     shards = choose(tensors, dist, contents=contents, before=before, form=form)
     dist.on_main(lambda: _check_room(target, shards.plan.bytes))
     if copies is not None:
-        shards.copy(copies.shards)
+        shards.copy(copies)
     return Staged(target, step, merged(dist.gather_stages(rest)), shards)
 
 
@@ -157,7 +112,7 @@ def commit(
     Args:
         staged: the checkpoint.
         dist: who writes.
-        beside: see `save`.
+        beside: files and folders to put into it (the configuration, the list of plugins, the tokenizer).
         latest: the file that names the newest checkpoint, if there is one.
         editable: files beside the tensors that are meant to be edited.
         fill: see `Shards.write`.

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..base.errors import ConfigError, nearest
 from ..base.failure import during
 from ..base.names import canonical
-from ..checkpoint import checkpoint, evaluated
+from ..checkpoint import checkpoint
+from ..checkpoint.reading import check_evaluation
 from ..checkpoint.state import (
     all_random_states,
     by_group,
@@ -94,7 +95,7 @@ def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
         name, declared = stepper.evaluated
         split({name: plugin.state_dict() for name, plugin in _stateful(job)}, "plugins", tensors)
         split(stepper.model.state_dict(), "model", tensors)
-        evaluated.check(declared.terms, tensors, job.hooks.whose("around", name))
+        check_evaluation(declared.terms, tensors, job.hooks.whose("around", name))
     check_alike(state, stepper.model, job.dist)
     state["param_groups"] = merged_groups(job.dist.gather_stages(state["param_groups"]))
     return state

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.errors import describe
 from ..base.failure import during
+from ..base.files import remove_remains
 from ..checkpoint import checkpoint, found
 from ..checkpoint.background import Background
 from ..checkpoint.seal import ALONE
-from ..checkpoint.writing import Copies, commit, prune, repair, stage_in
+from ..checkpoint.writing import commit, prune, repair, stage
 from ..contract.events import CheckpointEvent
 from ..contract.protocols import CheckpointCopies, CopyReport
 from ..mesh.distributed import DistributedContext
 from ..plugin.job import Job
+from ..store.save_plan import Copies
 from . import model_files
 from .checkpoint_policy import CheckpointPolicy
 
@@ -35,8 +37,8 @@ class _Written:
     saved: checkpoint.Saved
     seconds: float
     """Since its save began."""
-    pruned: list[checkpoint.Saved]
-    """The older ones that were removed then."""
+    pruned: Sequence[checkpoint.Saved] = ()
+    """The older ones that were removed behind training."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Saver:
         self._stack = ExitStack()
         self._around = job.hooks.span("save")
         self._beside = self._stack.enter_context(job.dist.beside()) if self._config.asynchronous else None
-        self._copies = Copies()
+        self._copies: Copies = {}
         self._plan: Any = None
         self._flight: _Flight | None = None
         self._began = 0.0
@@ -132,12 +134,14 @@ class Saver:
         """
         job, began = self._job, self._began
         behind = None if last else self._beside
-        staged = stage_in(
-            job.run.checkpoints,
+        if job.dist.main:
+            remove_remains(job.run.checkpoints)
+        staged = stage(
+            job.run.checkpoints / f"step-{step:08d}",
             step,
             state | {"best": self._policy.saving(step)},
             job.dist,
-            copies=self._copies if behind else None,
+            copies=None if behind is None else self._copies,
             before=self._plan,
             form=self._config.format,
         )
@@ -145,26 +149,22 @@ class Saver:
         self._spared = self._policy.spared(step) if job.dist.main else set()
         spared, elsewhere = self._spared | self._elsewhere.sending, self._elsewhere.everywhere
 
-        def write(by: DistributedContext) -> checkpoint.Saved:
+        def write(by: DistributedContext) -> _Written:
             names = ("config.toml", "plugins.json", model_files.FOLDER)
             beside = [path for name in names if (path := job.run.dir / name).exists()]
-            return commit(staged, by, beside=beside, latest=job.run.checkpoints / "latest")
+            saved = commit(staged, by, beside=beside, latest=job.run.checkpoints / "latest")
+            return _Written(saved, time.perf_counter() - began)
 
-        def old(by: DistributedContext) -> Iterator[checkpoint.Saved]:
-            return self._remove_old(step, by, spared, elsewhere)
-
-        def write_behind(by: DistributedContext) -> _Written:
-            saved = write(by)
-            return _Written(saved, time.perf_counter() - began, list(old(by)))
+        def old(by: DistributedContext) -> list[checkpoint.Saved]:
+            return list(self._remove_old(step, by, spared, elsewhere))
 
         if behind is not None:
-            task = Background(lambda: write_behind(behind), job.dist)
+            task = Background(lambda: replace(write(behind), pruned=old(behind)), job.dist)
             self._flight = _Flight(step, time.perf_counter() - began, task)
             return
-        saved = write(job.dist)
-        seconds = time.perf_counter() - began
-        self._tell_saved(saved, seconds, seconds)
-        for gone in list(old(job.dist)):
+        written = write(job.dist)
+        self._tell_written(written, written.seconds)
+        for gone in old(job.dist):
             self._tell_gone(gone)
 
     @during("save")
@@ -186,10 +186,7 @@ class Saver:
             return
         flight, self._flight = self._flight, None
         with self._around():
-            written = flight.task.result()
-            self._tell_saved(written.saved, written.seconds, flight.blocked)
-            for gone in written.pruned:
-                self._tell_gone(gone)
+            self._tell_written(flight.task.result(), flight.blocked)
 
     def settle(self) -> None:
         """The run has failed: wait for what is being written, and say what became of it. Raises nothing."""
@@ -200,7 +197,7 @@ class Saver:
             written = flight.task.result()
             if self._job.dist.main:
                 log.info("The checkpoint of step %s, which was being written, is whole.", flight.step)
-                self._event_saved(written.saved, written.seconds, flight.blocked)
+                self._event_saved(written, flight.blocked)
         except Exception as error:
             if self._job.dist.main:
                 log.warning("The checkpoint of step %s was not written: %s", flight.step, describe(error))
@@ -239,15 +236,18 @@ class Saver:
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
-    def _tell_saved(self, saved: checkpoint.Saved, seconds: float, blocked: float) -> None:
+    def _tell_written(self, written: _Written, blocked: float) -> None:
         if self._job.dist.main:
-            self._event_saved(saved, seconds, blocked)
-        self._job.hooks.on_checkpoint(CheckpointEvent("saved", saved.step, saved.path))
+            self._event_saved(written, blocked)
+        self._job.hooks.on_checkpoint(CheckpointEvent("saved", written.saved.step, written.saved.path))
         if self._elsewhere.addresses:
             self._elsewhere.send(self._spared)
+        for gone in written.pruned:
+            self._tell_gone(gone)
 
-    def _event_saved(self, saved: checkpoint.Saved, seconds: float, blocked: float) -> None:
-        fields = {"path": saved.path.name, "seconds": seconds, "blocked": blocked, "bytes": saved.bytes}
+    def _event_saved(self, written: _Written, blocked: float) -> None:
+        saved = written.saved
+        fields = {"path": saved.path.name, "seconds": written.seconds, "blocked": blocked, "bytes": saved.bytes}
         self._job.run.event("checkpoint_saved", saved.step, **fields)
 
     def _tell_gone(self, gone: checkpoint.Saved) -> None:

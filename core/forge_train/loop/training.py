@@ -13,11 +13,10 @@ from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
 from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
-from ..step import collecting
 from ..step.aggregate import split
 from ..step.evaluation import Evaluations
 from ..step.forward import close
-from ..step.meter import Meter
+from ..step.meter import Meter, collect, scheduled_collections
 from ..step.step import Progress, Stepper
 from .checkpoint_policy import CheckpointPolicy
 from .initial import load_initial
@@ -76,7 +75,7 @@ class Training:
     def run(self) -> Finished:
         """Step until done, or told to stop."""
         try:
-            with collecting.scheduled(active=self.job.device.type == "cuda"):
+            with scheduled_collections(active=self.job.device.type == "cuda"):
                 return self._run()
         except BaseException:
             self.saver.settle()
@@ -96,7 +95,7 @@ class Training:
                 self.job.dist.settle(self.job.config.run.timeout)
                 optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
             self.stepper.tell(result)
-            collecting.collect(result.step)
+            collect(result.step)
             if time.monotonic() > over:
                 self.job.control.stop(f"train.max_hours = {hours:g}")
             if self._rolled_back():

@@ -15,13 +15,14 @@ from torch import Tensor
 from ..base.errors import ConfigError
 from ..base.failure import during
 from ..base.format import format_list
-from ..checkpoint import checkpoint, evaluated
-from ..checkpoint.evaluated import MODEL
+from ..checkpoint import checkpoint
+from ..checkpoint.reading import take_evaluated
 from ..checkpoint.seal import weights_digest
 from ..compose.extra import told_of
 from ..contract.model import Model
 from ..mesh.distributed import DistributedContext
 from ..plugin.job import Job
+from ..store.tree import MODEL
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def read(weights: Mapping[str, Tensor], fit: Fit, dist: DistributedContext, *, b
         }
         with torch.no_grad():
             checkpoint.load(path, like, dist, only=MODEL, elsewhere=elsewhere)
-            evaluated.put_in(path, {n.removeprefix(MODEL): one for n, one in like.items()}, dist)
+            take_evaluated(path, {n.removeprefix(MODEL): one for n, one in like.items()}, dist)
 
 
 def places(path: Path, dist: DistributedContext, base: str = "") -> dict[str, Path]:

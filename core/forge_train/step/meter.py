@@ -1,7 +1,8 @@
-"""Throughput, memory, and the lines of metrics.jsonl."""
+"""Between steps: throughput, memory and the lines of metrics.jsonl; and garbage collections, the same on every rank."""
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 import time
@@ -69,3 +70,40 @@ def memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+YOUNG = 50
+"""Steps between collections of what was made lately."""
+ALL = 1000
+"""Steps between collections of everything."""
+
+
+@contextmanager
+def scheduled_collections(*, active: bool) -> Iterator[None]:
+    """Leave collections to `collect` within the block, which makes them between steps of a fixed number.
+
+    Python collects when a rank has made enough objects, which differs between ranks: one stops for a tenth of a second,
+    and all others wait for it in the next collective.
+
+    Args:
+        active: whether to do so; else the block changes nothing.
+    """
+    before = gc.isenabled()
+    if active:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def collect(step: int) -> None:
+    """Collect after this step, if it is its turn and Python itself collects nothing."""
+    if gc.isenabled():
+        return
+    if step % ALL == 0:
+        gc.collect()
+    elif step % YOUNG == 0:
+        gc.collect(1)

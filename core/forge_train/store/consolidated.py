@@ -14,10 +14,9 @@ from typing import Literal
 from torch import Tensor
 
 from ..base.files import write_json
-from .in_place import Place, exact_bytes, pieces, size_of, write_at
 from .index import Placed
-from .shards import Shard, whole
-from .tensor_files import DTYPES, Shapes, header
+from .shards import Shard, size_of, whole
+from .tensor_files import DTYPES, Place, Shapes, exact_bytes, header, pieces, write_at
 from .tree import MODEL
 
 Format = Literal["sharded", "safetensors", "both"]

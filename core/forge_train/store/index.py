@@ -18,9 +18,8 @@ from ..base.errors import ConfigError, describe
 from ..base.files import write_whole
 from ..base.strict_json import dumps
 from ..base.untrusted import load_json, regular_size
-from .in_place import size_of
 from .manifest import INDEX, LARGEST, SHARDS
-from .shards import Box, sizes, tiling_problem
+from .shards import Box, size_of, sizes, tiling_problem
 
 _DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _DIMENSIONS = 64

@@ -42,7 +42,6 @@ class Entry:
     bytes: int
     hash: str
     """Hexadecimal."""
-    algorithm: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ class Sealed:
     """Files that must be as they were saved."""
     editable: Mapping[str, Entry | None]
     """Files that must be there, with what they were, where that is known."""
+    algorithm: str
+    """Of the hashes."""
 
 
 def inspect(path: Path) -> Sealed | str:
@@ -89,6 +90,7 @@ def listed(read: Callable[[], Any], path: Path) -> Sealed | str:
     return Sealed(
         {name: entry for name, entry in files.items() if name != EDITABLE},
         {name: files.get(name) for name in files.keys() & {EDITABLE} | set(editable)},
+        algorithm,
     )
 
 
@@ -108,7 +110,7 @@ def _entry(entry: Mapping[str, Any], algorithm: str) -> Entry:
     size, found = entry["bytes"], entry[algorithm]
     if type(size) is not int or not isinstance(found, str):
         raise TypeError
-    return Entry(size, found, algorithm)
+    return Entry(size, found)
 
 
 def _first_line(error: ValueError) -> str:

@@ -29,6 +29,11 @@ def sizes(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
+def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return dtype.itemsize * math.prod(shape)
+
+
 class Shard(NamedTuple):
     """A range of a tensor. Two ranks that hold the same range hold the same values."""
 
@@ -44,7 +49,7 @@ class Shard(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.sizes)
+        return size_of(self.sizes, self.dtype)
 
 
 def held(name: str, tensor: Tensor) -> Shard | None:

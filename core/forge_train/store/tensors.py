@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ..base.errors import ConfigError, ForgeError
 from ..mesh.distributed import DistributedContext
-from .in_place import Place, pieces
 from .index import Entry, Index, Placed, read_index
 from .shards import Box, common, held, local, sizes, within
-from .tensor_files import described, key_in, stored_as
+from .tensor_files import Place, described, key_in, pieces, stored_as
 
 log = logging.getLogger("forge_train")
 

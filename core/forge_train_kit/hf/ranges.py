@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from forge_train.checkpoint import checkpoint, evaluated
+from forge_train.checkpoint import checkpoint
+from forge_train.checkpoint.reading import evaluation_sums
 from forge_train.store.tensors import read_range
 from forge_train.store.tree import MODEL
 
@@ -34,7 +35,7 @@ class Weights:
 
     @cached_property
     def _sums(self) -> dict[Path, dict[str, dict[str, float]]]:
-        return {path: evaluated.sums(path) for path in set(self._where.values())}
+        return {path: evaluation_sums(path) for path in set(self._where.values())}
 
     def read(self, name: str, box: Box) -> Tensor:
         """A range of one weight, on the CPU."""

@@ -17,10 +17,9 @@ import torch
 
 from forge_train.base.errors import ConfigError, describe
 from forge_train.base.untrusted import regular_size
-from forge_train.store.in_place import size_of
 from forge_train.store.index import check_places, check_tensor
 from forge_train.store.manifest import DCP_INDEX, SHARDS
-from forge_train.store.shards import Box, sizes, tiling_problem
+from forge_train.store.shards import Box, size_of, sizes, tiling_problem
 
 _LARGEST = 1 << 30
 _DCP = "torch.distributed.checkpoint"

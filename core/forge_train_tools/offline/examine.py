@@ -40,9 +40,10 @@ def examine(path: Path) -> Examined:
 def edited(path: Path) -> Iterator[str]:
     """Files of a whole checkpoint that were edited since it was saved, and may be."""
     sealed = inspect(path)
-    known = sealed.editable if isinstance(sealed, Sealed) else {}
-    for name, entry in known.items():
+    if not isinstance(sealed, Sealed):
+        return
+    for name, entry in sealed.editable.items():
         if entry:
             with (path / name).open("rb") as file:
-                if digest.of_file(file, entry.algorithm) != entry.hash:
+                if digest.of_file(file, sealed.algorithm) != entry.hash:
                     yield name

@@ -23,8 +23,8 @@ from forge_train.config.toml import Key
 from forge_train.plugin.job import Job
 from forge_train.store import digest
 from forge_train.store.consolidated import Files, cut, write_index
-from forge_train.store.in_place import Place, as_bytes, exact_bytes, size_of, write_at
-from forge_train.store.tensor_files import Shapes, header
+from forge_train.store.shards import size_of
+from forge_train.store.tensor_files import Place, Shapes, as_bytes, exact_bytes, header, write_at
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, SINGLE, table
 from forge_train_kit.state_map import Plan
