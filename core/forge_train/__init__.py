@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from .contract.model import InitialWeights as InitialWeights
     from .contract.model import Model as Model
     from .contract.protocols import CheckpointCopies as CheckpointCopies
-    from .contract.protocols import CopiedCheckpoint as CopiedCheckpoint
-    from .contract.protocols import CopyReport as CopyReport
     from .contract.protocols import EvaluatedWeights as EvaluatedWeights
     from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
@@ -91,7 +89,7 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "contract.metric": "Bins Metric",
         "contract.model": "Init InitialWeights Model",
         "plugin.plugin": "Plugin hookimpl",
-        "contract.protocols": "CheckpointCopies CopiedCheckpoint CopyReport EvaluatedWeights Evaluator Executor"
+        "contract.protocols": "CheckpointCopies EvaluatedWeights Evaluator Executor"
         " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
         "plugin.specs": "HookSpec hookspec",
         "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",

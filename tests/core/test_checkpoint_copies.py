@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import toys
-from forge_train import CheckpointCopies, ConfigError, CopiedCheckpoint, CopyReport, Plugin, hookimpl
+from forge_train import CheckpointCopies, ConfigError, Plugin, hookimpl
 
 pytestmark = pytest.mark.unit
+
+
+made: list[Attic] = []
 
 
 class Attic(CheckpointCopies):
     """Keeps every checkpoint of a run in a folder beside the runs."""
 
     def __init__(self, run: Path) -> None:
+        made.append(self)
+        self.copied: list[int] = []
+        self.looked, self.waited = 0, False
         self.here, self.there = run / "checkpoints", run.parent / "attic" / run.name
-        self._copied: list[CopiedCheckpoint] = []
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        return [str(self.there)]
 
     @property
     def everywhere(self) -> Set[int]:
@@ -43,15 +44,13 @@ class Attic(CheckpointCopies):
         for path in sorted(self.here.glob("step-*")):
             if int(path.name[5:]) not in self.everywhere:
                 shutil.copytree(path, self.there / path.name)
-                self._copied.append(
-                    CopiedCheckpoint(int(path.name[5:]), path.name, str(self.there / path.name), 1, 0.5)
-                )
+                self.copied.append(int(path.name[5:]))
 
-    def look(self) -> Sequence[CopyReport]:
-        copied, self._copied = self._copied, []
-        return [CopyReport(copied)] if copied else []
+    def look(self) -> None:
+        self.looked += 1
 
-    wait = look
+    def wait(self) -> None:
+        self.waited = True
 
 
 class KeepsAll(Plugin):
@@ -67,9 +66,9 @@ CONFIG = {"checkpoint.every": 1, "checkpoint.keep": 1}
 
 def test_a_plugin_keeps_checkpoints_in_a_place_of_its_own_and_brings_them_back(tmp_path: Path) -> None:
     run = toys.run(tmp_path, KeepsAll, name="a", steps=3, config=CONFIG)
-    copied = [(one["step"], one["path"]) for one in run.events if one["event"] == "checkpoint_copied"]
     attic = tmp_path / "attic" / "a"
-    assert copied == [(step, str(attic / f"step-{step:08d}")) for step in (1, 2, 3)]
+    assert run.finished.outcome == "done"
+    assert (made[-1].copied, made[-1].looked, made[-1].waited) == ([1, 2, 3], 3, True)
     shutil.rmtree(tmp_path / "a")
     again = toys.run(tmp_path, KeepsAll, name="a", steps=5, config=CONFIG)
     assert [line["step"] for line in again.metrics] == [4, 5]

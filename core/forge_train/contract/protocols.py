@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -184,49 +184,12 @@ class EvaluatedWeights:
         return self.span()
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedCheckpoint:
-    """A checkpoint at another place."""
-
-    step: int
-    name: str
-    """Of its folder."""
-    address: str
-    bytes: int
-    seconds: float = 0.0
-    """Time that copying it took."""
-
-
-@dataclass
-class CopyReport:
-    """Results of a round of copies to one place."""
-
-    copied: list[CopiedCheckpoint] = field(default_factory=list)
-    """Checkpoints that arrived."""
-    pruned: list[CopiedCheckpoint] = field(default_factory=list)
-    """Older ones that were removed there."""
-    problem: str = ""
-    """Why the round was given up; empty if it was not."""
-    keeps: bool = False
-    """True if the run's checkpoints are kept at this place rather than in its folder."""
-
-
 class CheckpointCopies:
     """Checkpoints of a run at other places (`checkpoint_copies`); this base has no place.
 
     Only the main process uses it. Nothing here may end the run: what fails is reported, or raised as a `ForgeError`
     where a method says so.
     """
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """Places that checkpoints are copied to."""
-        return ()
-
-    @property
-    def busy(self) -> bool:
-        """True while a checkpoint is being copied."""
-        return False
 
     @property
     def sending(self) -> Set[int]:
@@ -261,13 +224,16 @@ class CheckpointCopies:
     def send(self, spared: Set[int] = frozenset()) -> None:
         """Begin to copy checkpoints that the places lack; `spared` steps stay there whatever their age."""
 
-    def undo(self, step: int) -> None:
-        """Begin to remove the checkpoints of a step and of later ones: a roll-back left them behind."""
+    def undo(self, step: int) -> bool:
+        """Begin to remove the checkpoints of a step and of later ones: a roll-back left them behind.
 
-    def look(self) -> Sequence[CopyReport]:
-        """Return the reports of a round that has ended, once, without waiting."""
-        return ()
+        Returns:
+            True if there is a place; it notes in the run's folder that the roll-back is finished once they are gone.
+        """
+        return False
 
-    def wait(self) -> Sequence[CopyReport]:
-        """Wait until everything was tried; return the reports."""
-        return ()
+    def look(self) -> object:
+        """Called between two steps: record what has been copied, without waiting."""
+
+    def wait(self) -> object:
+        """Wait until everything was tried, and record it."""

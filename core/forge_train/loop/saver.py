@@ -17,7 +17,7 @@ from ..checkpoint.background import Background
 from ..checkpoint.seal import ALONE
 from ..checkpoint.writing import commit, prune, repair, stage
 from ..contract.events import CheckpointEvent
-from ..contract.protocols import CheckpointCopies, CopyReport
+from ..contract.protocols import CheckpointCopies
 from ..mesh.distributed import DistributedContext
 from ..plugin.job import Job
 from ..store.save_plan import Copies
@@ -75,9 +75,8 @@ class Saver:
         if self._job.dist.main:
             for gone in _repaired(self._job, self._policy, step):
                 self._tell_gone(gone)
-        if self._elsewhere.addresses:
-            self._spared = self._policy.spared(step)
-            self._elsewhere.send(self._spared)
+        self._spared = self._policy.spared(step)
+        self._elsewhere.send(self._spared)
 
     def bring(self, before: int) -> None:
         """Have the newest checkpoint of a step before this one in the run's folder; all processes call this."""
@@ -93,9 +92,7 @@ class Saver:
             return
         for gone in found.finish_roll_back(run):
             self._tell_pruned(gone)
-        if self._elsewhere.addresses:
-            self._elsewhere.undo(noted.elsewhere)
-        else:
+        if not self._elsewhere.undo(noted.elsewhere):
             found.note_roll_back(run, None)
 
     @during("save")
@@ -156,7 +153,7 @@ class Saver:
             return _Written(saved, time.perf_counter() - began)
 
         def old(by: DistributedContext) -> list[checkpoint.Saved]:
-            return list(self._remove_old(step, by, spared, elsewhere))
+            return list(self._remove_old(by, spared, elsewhere))
 
         if behind is not None:
             task = Background(lambda: replace(write(behind), pruned=old(behind)), job.dist)
@@ -176,8 +173,7 @@ class Saver:
         """
         if self._flight is not None and self._flight.task.ended():
             self.wait()
-        for report in self._elsewhere.look():
-            self._tell_copied(report)
+        self._elsewhere.look()
 
     @during("save")
     def wait(self) -> None:
@@ -205,33 +201,27 @@ class Saver:
     def close(self) -> None:
         """Wait for what is being written and copied, and let go of what that needed."""
         self.settle()
-        if self._elsewhere.busy:
-            log.info("Waiting until the checkpoints are copied to %s.", " and ".join(self._elsewhere.addresses))
         try:
-            for report in self._elsewhere.wait():
-                self._tell_copied(report)
-            if self._elsewhere.addresses and (saved := checkpoint.newest(self._job.run.checkpoints)):
-                for gone in self._remove_old(saved.step, ALONE, self._spared, self._elsewhere.everywhere):
+            self._elsewhere.wait()
+            if self._job.dist.main and (self._began or self._elsewhere.everywhere):
+                for gone in self._remove_old(ALONE, self._spared, self._elsewhere.everywhere):
                     self._tell_gone(gone)
         except Exception as error:  # the run itself has ended as it did, and its checkpoints are whole
             log.warning("It could not be recorded which checkpoints were copied: %s", describe(error))
         self._stack.close()
 
-    def _remove_old(
-        self, step: int, by: DistributedContext, spared: Set[int], elsewhere: Set[int]
-    ) -> Iterator[checkpoint.Saved]:
-        """Remove the checkpoints that are not kept once that of a step is whole, and those kept in `checkpoint.folder`.
+    def _remove_old(self, by: DistributedContext, spared: Set[int], elsewhere: Set[int]) -> Iterator[checkpoint.Saved]:
+        """Remove the checkpoints that are not kept beside the newest, and those kept in `checkpoint.folder`.
 
         Args:
-            step: of the newest checkpoint.
             by: who reads and removes.
             spared: steps that stay.
             elsewhere: steps that were copied.
         """
         folder, config = self._job.run.checkpoints, self._config
         yield from prune(folder, config.keep, config.keep_every, by, spared=spared)
-        for saved in checkpoint.found(folder) if config.folder and by.main else ():
-            if saved.step < step and saved.step in elsewhere:
+        for saved in checkpoint.found(folder)[1:] if config.folder and by.main else ():
+            if saved.step in elsewhere:
                 checkpoint.remove(saved)
 
     # -- telling ------------------------------------------------------------------------------------------------------
@@ -240,8 +230,7 @@ class Saver:
         if self._job.dist.main:
             self._event_saved(written, blocked)
         self._job.hooks.on_checkpoint(CheckpointEvent("saved", written.saved.step, written.saved.path))
-        if self._elsewhere.addresses:
-            self._elsewhere.send(self._spared)
+        self._elsewhere.send(self._spared)
         for gone in written.pruned:
             self._tell_gone(gone)
 
@@ -254,26 +243,10 @@ class Saver:
         if not self._config.folder:  # where it is kept
             self._tell_pruned(gone)
 
-    def _tell_copied(self, report: CopyReport) -> None:
-        """Report the results of copying checkpoints elsewhere."""
-        for one in report.copied:
-            fields = {"path": one.address, "seconds": one.seconds, "bytes": one.bytes}
-            self._job.run.event("checkpoint_copied", one.step, **fields)
-        for gone in report.pruned if report.keeps else ():
-            saved = checkpoint.Saved(self._job.run.checkpoints / gone.name, gone.step, gone.bytes)
-            self._tell_pruned(saved, gone.address)
-        if report.problem:
-            log.warning(
-                "Checkpoints were not copied: %s. Those that checkpoint.keep selects stay in %s until they are copied: "
-                "after the next save, or when the run is continued.",
-                report.problem.rstrip("."),
-                self._job.run.checkpoints,
-            )
-
-    def _tell_pruned(self, gone: checkpoint.Saved, path: str = "") -> None:
+    def _tell_pruned(self, gone: checkpoint.Saved) -> None:
         self._policy.removed(gone.step)
         if self._job.dist.main:
-            self._job.run.event("checkpoint_pruned", gone.step, path=path or gone.path.name)
+            self._job.run.event("checkpoint_pruned", gone.step, path=gone.path.name)
         self._job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
 
 

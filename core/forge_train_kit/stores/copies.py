@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from forge_train.checkpoint.background import Background
 from forge_train.checkpoint.found import Saved, found, is_kept, note_roll_back, noted_roll_back
 from forge_train.checkpoint.seal import ALONE, check
 from forge_train.config import Config
-from forge_train.contract.protocols import CheckpointCopies, CopiedCheckpoint, CopyReport
+from forge_train.contract.protocols import CheckpointCopies
 from forge_train.store.manifest import STATE
 
 from .store import Store, Stored
@@ -108,10 +108,31 @@ def bring(places: Sequence[Store], folder: Path, *, after: int = -1, before: int
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A checkpoint in a store."""
+
+    step: int
+    name: str
+    """Of its folder."""
+    address: str
+    bytes: int
+    seconds: float = 0.0
+    """Time that copying it took."""
+
+
 @dataclass
-class Sent(CopyReport):
+class Sent:
     """Result of a round of copies to one store."""
 
+    copied: list[Copied] = field(default_factory=list)
+    """Checkpoints that arrived."""
+    pruned: list[Copied] = field(default_factory=list)
+    """Older ones that were removed there."""
+    problem: str = ""
+    """Why the round was given up; empty if it was not."""
+    keeps: bool = False
+    """True if the run's checkpoints are kept in this store rather than in the run's folder."""
     steps: set[int] = field(default_factory=set)
     """Checkpoints in the run's folder that the store has too."""
 
@@ -120,7 +141,14 @@ class Sender(CheckpointCopies):
     """Keeps the stores of a run like its folder, in a thread of the main process: one round at a time."""
 
     def __init__(
-        self, folder: Path, places: Sequence[Store], keep: int, keep_every: int, *, named: bool = False
+        self,
+        folder: Path,
+        places: Sequence[Store],
+        keep: int,
+        keep_every: int,
+        *,
+        named: bool = False,
+        tell: Callable[[Sent], None] = lambda sent: None,
     ) -> None:
         """Nothing is read or written yet.
 
@@ -130,24 +158,16 @@ class Sender(CheckpointCopies):
             keep: `checkpoint.keep`.
             keep_every: `checkpoint.keep_every`.
             named: whether the user chose the run's name.
+            tell: is given the result of each round in the main thread, once for each store.
         """
         self._folder, self._places, self._keep, self._keep_every = folder, places, keep, keep_every
-        self._named = named
+        self._named, self._tell = named, tell
         self._task: Background[list[Sent]] | None = None
         self._due = False
         self._spared: Set[int] = frozenset()
         self._undone_from: int | None = None
         self._sending: int | None = None
         self._there: dict[str, set[int]] = {}
-
-    @property
-    def addresses(self) -> list[str]:
-        return [store.address for store in self._places]
-
-    @property
-    def busy(self) -> bool:
-        """True if a round is in progress."""
-        return self._task is not None and not self._task.ended()
 
     @property
     def sending(self) -> set[int]:
@@ -195,11 +215,12 @@ class Sender(CheckpointCopies):
             undone, self._undone_from = self._undone_from, None
             self._task = Background(lambda: [self._round(store, spared, undone) for store in self._places], ALONE)
 
-    def undo(self, step: int) -> None:
+    def undo(self, step: int) -> bool:
         """Remove the checkpoints of a step and of later ones: a roll-back left them behind."""
         self._undone_from = step if self._undone_from is None else min(step, self._undone_from)
         self._there.clear()
         self.send(self._spared)
+        return bool(self._places)
 
     def look(self) -> list[Sent]:
         """Return the results of the last round, once; start the next one if it is due."""
@@ -208,6 +229,10 @@ class Sender(CheckpointCopies):
     def wait(self) -> list[Sent]:
         """Until everything was tried: what came of it."""
         results: list[Sent] = []
+        if self._task is not None and not self._task.ended():
+            log.info(
+                "Waiting until the checkpoints are copied to %s.", " and ".join(one.address for one in self._places)
+            )
         while self._task is not None:
             results += self._take()
         return results
@@ -222,6 +247,8 @@ class Sender(CheckpointCopies):
                 note_roll_back(self._folder.parent, None)
         if self._due:
             self.send(self._spared)
+        for sent in results:
+            self._tell(sent)
         return results
 
     def _round(self, store: Store, spared: Set[int], undone: int | None) -> Sent:
@@ -234,7 +261,7 @@ class Sender(CheckpointCopies):
                 if number < self._keep or is_kept(saved.step, self._keep_every, spared):
                     self._send(store, saved, sent)
             sent.pruned = [
-                CopiedCheckpoint(gone.step, gone.name, store.at(gone.name), gone.bytes)
+                Copied(gone.step, gone.name, store.at(gone.name), gone.bytes)
                 for gone in store.prune(self._keep, self._keep_every, spared)
             ]
         except Exception as error:  # nothing that happens to a copy ends a run
@@ -253,7 +280,7 @@ class Sender(CheckpointCopies):
             if not store.has(saved.path):
                 store.put(saved.path)
                 name, seconds = saved.path.name, time.perf_counter() - began
-                sent.copied.append(CopiedCheckpoint(saved.step, name, store.at(name), saved.bytes, seconds))
+                sent.copied.append(Copied(saved.step, name, store.at(name), saved.bytes, seconds))
             sent.steps.add(saved.step)
         except (ForgeError, OSError):
             if saved.path.exists():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_train import CheckpointCopies, Plugin, hookimpl
+from forge_train import CheckpointCopies, CheckpointEvent, Plugin, hookimpl
 
 if TYPE_CHECKING:
+    from forge_train import Job
     from forge_train.config import Config
+    from forge_train_kit.stores.copies import Sent
+
+log = logging.getLogger("forge_train")
 
 
 class Copies(Plugin):
@@ -21,6 +26,7 @@ class Copies(Plugin):
 
     api = (1, 0)
     layout = True
+    _job: Job | None = None
 
     @hookimpl
     def checkpoint_copies(self, config: Config, run: Path) -> CheckpointCopies | None:
@@ -29,5 +35,26 @@ class Copies(Plugin):
             return None
         from forge_train_kit.stores.copies import Sender, stores
 
-        keep, every = section.keep, section.keep_every
-        return Sender(run / "checkpoints", stores(config, run), keep, every, named=bool(config.run.name))
+        keep, every, named = section.keep, section.keep_every, bool(config.run.name)
+        return Sender(run / "checkpoints", stores(config, run), keep, every, named=named, tell=self._tell)
+
+    @hookimpl
+    def on_start(self, job: Job) -> None:
+        self._job = job
+
+    def _tell(self, sent: Sent) -> None:
+        """Record a round of copies to a store in the run's events."""
+        job = self._job
+        assert job is not None  # nothing is copied before the run starts
+        for one in sent.copied:
+            job.run.event("checkpoint_copied", one.step, path=one.address, seconds=one.seconds, bytes=one.bytes)
+        for gone in sent.pruned if sent.keeps else ():
+            job.run.event("checkpoint_pruned", gone.step, path=gone.address)
+            job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, job.run.checkpoints / gone.name))
+        if sent.problem:
+            log.warning(
+                "Checkpoints were not copied: %s. Those that checkpoint.keep selects stay in %s until they are copied: "
+                "after the next save, or when the run is continued.",
+                sent.problem.rstrip("."),
+                job.run.checkpoints,
+            )
