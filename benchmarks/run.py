@@ -148,8 +148,8 @@ def loss() -> list[Row]:
 def text(*settings: str) -> list[Row]:
     import torch
 
-    from forge_train.config.layers import Request
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.request import Request
+    from forge_train_tools.configuration.setup import resolve
     from forge_train_tools.offline.opening import lone_job
 
     torch.set_num_threads(1)

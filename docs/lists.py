@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import forge_train_kit.metrics
-from forge_train import Fact, Plugin
+from forge_train import Plugin
 from forge_train.config.sections import CORE_SECTIONS
-from forge_train.contract.facts import stated
 from forge_train.contract.reference import PluginRef
 from forge_train.plugin.plugin import PROJECT
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
-from forge_train.registry.facts import GROUP
-from forge_train.registry.write import describe_type, field_docs
+from forge_train_kit.facts import Fact, stated
+from forge_train_kit.source import summary
 from forge_train_kit.tracking import Tracker
+from forge_train_tools.configuration.comments import describe_type, field_docs
+from forge_train_tools.configuration.facts import GROUP
 
 ROOT = Path(__file__).parents[1]
 HOOKS = Specs([])
@@ -97,7 +98,7 @@ def facts() -> str:
 
 def plugins() -> str:
     rows = ["| plugin | what it is |", "|---|---|"]
-    rows += [f"| [`{found.name}`]({found.name}.md) | {found.summary} |" for found in builtin()]
+    rows += [f"| [`{found.name}`]({found.name}.md) | {summary(found)} |" for found in builtin()]
     return "\n".join(rows)
 
 
@@ -119,7 +120,7 @@ def trackers() -> str:
         if issubclass(plugin := load(found), Tracker):
             needs = ", ".join(f"`{command}`" for command in dict.fromkeys(plugin.needs.values()))
             rows.append(
-                f"| [`{found.name}`](../plugins/{found.name}.md) | {found.summary} | {needs or 'comes with Forge'} |"
+                f"| [`{found.name}`](../plugins/{found.name}.md) | {summary(found)} | {needs or 'comes with Forge'} |"
             )
     return "\n".join(rows)
 

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from forge_train.registry.write import field_docs
+from forge_train_tools.configuration.comments import field_docs
 
 GROUPS = {
-    "Plugins and their options": "Plugin hookimpl hookspec HookSpec Fact section Gt Ge Lt Le Volatile FilePath Problem",
+    "Plugins and their options": "Plugin hookimpl hookspec HookSpec section Gt Ge Lt Le Volatile FilePath Problem",
     "The run": "Axis Job Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
     "The model and what changes it": "Model Phase Transform Applied swap Init",
     "Inside the model": "attach_loss",
@@ -21,7 +21,7 @@ GROUPS = {
 }
 """Heading → names; what no heading names comes under the last one."""
 REST = "Protocols of slots and chains"
-KIT = "layers heads losses sections model optim metrics pipeline tracking state_map hf weights"
+KIT = "layers heads losses sections facts specialisation model optim metrics pipeline tracking state_map hf weights"
 """Modules of `forge_train_kit` with names for plugin authors."""
 
 

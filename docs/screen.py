@@ -20,11 +20,11 @@ from rich.console import Console as Terminal
 from rich.text import Text
 
 from forge_train import CheckpointEvent, Evaluation, Finished, Job, LogRecord, Model, Plugin, hookimpl
-from forge_train.config.layers import Request
 from forge_train.engine import train
-from forge_train.registry.setup import resolve
 from forge_train_plugins.observers._console.board import Board
 from forge_train_plugins.observers._console.live import render
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 
 TARGET = Path(__file__).parent / "assets" / "screen.svg"
 COLUMNS = 92

@@ -11,8 +11,8 @@ from torch import nn
 
 from forge_train import Job, Model
 from forge_train.compose.compose import compose
-from forge_train.config import Request
-from forge_train.registry.setup import resolve
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.opening import lone_job
 
 VOCABULARY = 61

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from forge_train.config import Request
-from forge_train.registry.setup import resolve
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py"))

@@ -253,9 +253,9 @@ def peak(size: Size, plugins: tuple[str, ...] = (), **values: Any) -> list[Row]:
     words = [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
     command = [*FORGE, "plan", "-p", ",".join(names), "--world", "1", "--json", *words]
     planned = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["memory"]["peak"]
-    from forge_train.config import Request
     from forge_train.engine import train
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.request import Request
+    from forge_train_tools.configuration.setup import resolve
 
     torch.cuda.reset_peak_memory_stats()
     with folder() as one:

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 
 from forge_train import Job, Model, StepResult, hookimpl
-from forge_train.config import Request
 from forge_train_tools import bench
+from forge_train_tools.configuration.request import Request
 
 from .case import LacksError, Row, Size
 

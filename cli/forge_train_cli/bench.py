@@ -9,8 +9,8 @@ import click
 
 from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
-from forge_train.config.layers import Request
 from forge_train_kit.format import format_count
+from forge_train_tools.configuration.request import Request
 
 from . import screen
 from .options import json_option, run_options

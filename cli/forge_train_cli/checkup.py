@@ -18,8 +18,8 @@ from typing import Literal
 from forge_train import __version__
 from forge_train.base.errors import ConfigError, describe
 from forge_train.base.format import format_bytes
-from forge_train.config.layers import Request
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.requests import PRESET
 
 from .lazy import GROUP
@@ -208,7 +208,7 @@ def _commands() -> Iterator[Check]:
 
 def _start() -> Iterator[Check]:
     """Check that the preset's plugins and configuration are consistent."""
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.setup import resolve
 
     try:
         resolve(Request(config=PRESET))

@@ -12,8 +12,9 @@ import click
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
-from forge_train.config.layers import DEFAULT, Request
+from forge_train.config.tree import DEFAULT
 from forge_train.config.validate import plain
+from forge_train_tools.configuration.request import Request
 
 from . import screen
 from .lazy import LazyGroup
@@ -41,7 +42,7 @@ def config() -> None:
 @json_option
 def show(request: Request, plot: bool, svg: str | None, as_json: bool) -> None:
     """Resolve CONFIG as `forge train` would, and show every value and where it comes from."""
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.setup import resolve
 
     setup = resolve(request, data=False)
     if plot or svg:
@@ -75,14 +76,14 @@ def init(request: Request, output: str | None) -> None:
     forge config init -p lion -o my.toml
     forge train my.toml
     """
-    from forge_train.registry.setup import resolve
-    from forge_train.registry.write import to_toml
+    from forge_train_tools.configuration.comments import commented
+    from forge_train_tools.configuration.setup import resolve
 
     path = Path(output) if output else None
     if path and path.exists():
         raise ConfigError(f"{path}: exists already; choose another name, or remove it.")
     setup = resolve(request, data=False, measured=False)
-    text = f"# forge train {path or 'THIS_FILE'}\n\n" + to_toml(setup.config, setup.hooks, comments=True)
+    text = f"# forge train {path or 'THIS_FILE'}\n\n" + commented(setup.config, setup.hooks)
     if path is None:
         click.echo(text, nl=False)
         return

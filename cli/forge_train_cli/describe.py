@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge_train.base.errors import ConfigError, PluginError
-from forge_train.config.schema import check_section
 from forge_train.config.validate import plain
 from forge_train.plugin.calls import implemented
 from forge_train.registry.declared import spec_modules
 from forge_train.registry.discovery import find, load
-from forge_train.registry.write import describe_type, field_docs
+from forge_train_kit.source import summary
+from forge_train_tools.configuration.comments import describe_type, field_docs
+from forge_train_tools.configuration.inspection import check_section
+from forge_train_tools.hook_table import declarations
 
 from . import screen
 from .roles import role
@@ -29,14 +31,14 @@ def describe(name: str) -> dict[str, Any]:
         check_section(plugin.Config)
     except PluginError as error:
         raise ConfigError(f"Plugin {found.label}: its Config is not a section: {error}.") from error
-    kinds = {one.name: one.kind for module in spec_modules() for one in module.declares.values()}
+    kinds = {one.name: one.kind for module in spec_modules() for one in declarations(module).values()}
     return {
         "name": found.name,
         "distribution": found.distribution,
         "version": found.version,
         "object": found.object,
         "file": str(found.file) if found.file else None,
-        "summary": found.summary,
+        "summary": summary(found),
         "role": role(found),
         "description": inspect.cleandoc(plugin.__doc__ or "").partition("\n")[2].strip(),
         "api": list(plugin.api),

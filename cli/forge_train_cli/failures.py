@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from forge_train.base.errors import ForgeError, explain, shortened
-from forge_train_tools.messages import show_warnings
+from forge_train.base.errors import ForgeError, shortened
+from forge_train_tools.messages import explain, show_warnings
 
 KILLED_BY_CTRL_C = 130
 

@@ -18,7 +18,7 @@ from .lazy import LazyGroup
 from .options import hugging_face, named, run_dir_option, run_options
 
 if TYPE_CHECKING:
-    from forge_train.config.layers import Request
+    from forge_train_tools.configuration.request import Request
 
 COMMANDS = {"slurm": (".launch:slurm", "Write a batch script for Slurm that requeues its job, and submit it.")}
 DEADLINE = "signals"
@@ -69,7 +69,7 @@ def slurm(
     \b
     forge launch slurm my.toml --nodes 4 --nproc 8 --time 24:00:00 --sbatch partition=gpu --submit
     """
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.setup import resolve
     from forge_train_tools.launching import slurm as cluster
 
     request = dataclasses.replace(request, config=request.config or ("" if request.model_from else PRESET))
@@ -101,7 +101,7 @@ def slurm(
 
 def _arguments(request: Request, run_dir: str, name: str) -> Iterator[str]:
     """The arguments of `forge train` for a request; includes values of FORGE_SET, wherever the job is submitted."""
-    from forge_train.config.layers import assignments
+    from forge_train_tools.configuration.request import assignments
 
     if request.config:
         yield request.config

@@ -14,7 +14,7 @@ from forge_train.base.errors import ConfigError
 from forge_train_tools.requests import PRESET, RUN_DIR
 
 if TYPE_CHECKING:
-    from forge_train.config.layers import Request
+    from forge_train_tools.configuration.request import Request
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -75,7 +75,7 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
             source: str,
             **options: Any,
         ) -> Any:
-            from forge_train.config.layers import Request  # listings don't need it
+            from forge_train_tools.configuration.request import Request  # listings don't need it
 
             request = Request(
                 config=config or ("" if source else default),

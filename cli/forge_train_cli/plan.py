@@ -12,8 +12,8 @@ import click
 from forge_train.base.errors import ConfigError
 from forge_train.base.format import format_bytes, format_length
 from forge_train.base.strict_json import dumps
-from forge_train.config.layers import Request
 from forge_train_kit.format import format_column, format_count, format_phase, format_seconds, format_unit
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
 
@@ -45,7 +45,7 @@ def plan(
     forge plan --world 4                              the quickstart on 4 ranks
     forge plan big.toml --world 512 --device h100     does it fit, and what bounds it?
     """
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.setup import resolve
     from forge_train_tools.planning import plan as make
 
     setup = resolve(request, world=world, data=False)
@@ -263,8 +263,8 @@ def _billions(parameters: int) -> str:
 
 def _stepped_aside(setup: Setup, request: Request) -> dict[str, str]:
     """Slot → the default that another plugin replaced in it."""
-    from forge_train.config.layers import lay
+    from forge_train_tools.configuration.request import lay
 
-    defaults = lay(request).tree.below(("defaults",))
+    defaults = lay(request).below(("defaults",))
     wanted = {key[0]: str(value.value) for key, value in defaults.items() if len(key) == 1}
     return {slot: name for slot, name in wanted.items() if name and slot not in setup.config.defaults}

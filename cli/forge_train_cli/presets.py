@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 
-from forge_train.base.names import presets as installed
 from forge_train.base.strict_json import dumps
 from forge_train.mesh.axes import Table
 from forge_train_kit.format import format_count
+from forge_train_tools.configuration.presets import presets as installed
 
 from . import screen
 from .options import json_option

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import tomllib
 
-from forge_train.base.names import base_preset, canonical
+from forge_train.base.names import canonical
 from forge_train.contract.reference import PluginRef
+from forge_train_kit.source import Source
+from forge_train_tools.configuration.presets import base_preset
 
 ROOMS = {
     "models": "model",
@@ -62,9 +64,10 @@ def role(plugin: PluginRef) -> str:
     _, *folders = plugin.module.split(".")
     if rooms := [ROOMS[name] for name in folders if name in ROOMS]:
         return rooms[0]
-    hooks = plugin.hooks
+    source = Source(plugin)
+    hooks = source.hooks
     found = [
-        *(PHASES[name] for name in plugin.phases if name in PHASES),
+        *(PHASES[name] for name in source.phases if name in PHASES),
         *(name for hook, name in HOOKS.items() if hook in hooks),
         *("observer" for hook in hooks if hook.startswith("on_")),
     ]

@@ -13,7 +13,7 @@ from . import screen
 from .options import json_option, run_options
 
 if TYPE_CHECKING:
-    from forge_train.config.layers import Request
+    from forge_train_tools.configuration.request import Request
 
 
 @click.command(short_help="Show what a run does with its data, stage by stage.")
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @json_option
 def show(request: Request, world: int, as_json: bool) -> None:
     """Resolve CONFIG as `forge train` would, and show what happens to its data: sources, tokens, rows, batches."""
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.setup import resolve
     from forge_train_tools.offline.stages import stages
 
     found = stages(resolve(request, world=world, data=False), world)

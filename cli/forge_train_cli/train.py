@@ -16,10 +16,10 @@ from forge_train.base.disk import DiskError
 from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
 from forge_train.base.failure import Failure
 from forge_train.base.strict_json import dumps
-from forge_train.config.layers import Request
 from forge_train.contract.events import Finished
 from forge_train.registry.discovery import plugin_name
 from forge_train.run.run import Run
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.launching.devices import how_many
 from forge_train_tools.launching.ending import told
 from forge_train_tools.launching.world import here
@@ -92,7 +92,7 @@ def train(
     if not (quiet or as_json) and sys.stdout.isatty():
         click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # the next output overwrites it
     try:
-        from forge_train.registry.setup import resolve
+        from forge_train_tools.configuration.setup import resolve
 
         _check_launch(nproc, max_restarts, min_nproc)
         resume = fetch(resume, Path(run_dir))

@@ -9,8 +9,8 @@ import click
 
 from forge_train.base.errors import ForgeError
 from forge_train.base.strict_json import dumps
-from forge_train.config.layers import Request
 from forge_train_kit.format import sparkline
+from forge_train_tools.configuration.request import Request
 
 from . import screen
 from .options import json_option, nproc_option, run_options

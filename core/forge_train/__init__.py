@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from .contract.events import StepResult as StepResult
     from .contract.events import Update as Update
     from .contract.extra import ExtraModel as ExtraModel
-    from .contract.facts import Fact as Fact
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
     from .contract.model import Init as Init
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
     from .contract.transform import Phase as Phase
-    from .contract.transform import Specialisation as Specialisation
     from .contract.transform import Transform as Transform
     from .contract.transform import swap as swap
     from .mesh.axes import Axis as Axis
@@ -83,7 +81,6 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
         "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
         "contract.extra": "ExtraModel",
-        "contract.facts": "Fact",
         "mesh.axes": "Axis",
         "plugin.job": "Job",
         "contract.metric": "Bins Metric",
@@ -92,7 +89,7 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "contract.protocols": "CheckpointCopies EvaluatedWeights Evaluator Executor"
         " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
         "plugin.specs": "HookSpec hookspec",
-        "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
+        "contract.transform": "Applied MicroBatch Phase Transform swap",
         "base.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
         "base.failure": "Failure",
     },

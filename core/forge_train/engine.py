@@ -18,7 +18,7 @@ from .base.files import plain, remove_remains, write_json
 from .base.lock import Lock
 from .checkpoint import checkpoint
 from .compose.compose import Composition
-from .config.layers import DEFAULT
+from .config.tree import DEFAULT
 from .contract.events import Finished, Outcome
 from .contract.model import Model
 from .loop.assembly import assemble, joined, prepare_process

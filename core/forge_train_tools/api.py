@@ -20,8 +20,8 @@ from .requests import RUN_DIR, assignments, fetch, hugging_face, with_configurat
 from .run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from forge_train.config.layers import Request
     from forge_train.mesh.layout import Device
+    from forge_train_tools.configuration.request import Request
 
     from .offline.trained_model import TrainedModel
     from .planning import Plan
@@ -68,7 +68,7 @@ def train(
     folder = Path(run_dir)
     with _working(progress=not quiet):
         from forge_train.registry.discovery import plugin_name
-        from forge_train.registry.setup import resolve
+        from forge_train_tools.configuration.setup import resolve
 
         from .launching.world import here
 
@@ -121,7 +121,7 @@ def plan(
         ConfigError: for a composition that can't be.
     """
     with _working():
-        from forge_train.registry.setup import resolve
+        from forge_train_tools.configuration.setup import resolve
 
         from . import planning
 
@@ -198,7 +198,7 @@ def _request(
     model_from: str | Path,
     name: str = "",
 ) -> Request:
-    from forge_train.config.layers import Request
+    from forge_train_tools.configuration.request import Request
 
     for key, names in (("plugins", plugins), ("without", without)):
         if isinstance(names, str):

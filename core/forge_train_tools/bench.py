@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge_train.config.layers import Request
 from forge_train.contract.events import CheckpointEvent, StepResult
 from forge_train.plugin.plugin import Plugin, hookimpl
+from forge_train_tools.configuration.request import Request
 
 from .facts import DISPLAY
 
@@ -219,7 +219,7 @@ def measure(request: Request, *, turns: int = 8, probe: str = "") -> Measured:
         ForgeError: as `forge train` does.
     """
     from forge_train.engine import train
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.setup import resolve
 
     own = (f"train.steps={LONG}", "train.evaluate_every=0", "checkpoint.every=0", "log.every=10")
     plugins = (*request.plugins, probe or f"{__name__}:Probe")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_train import Fact
+from forge_train_kit.facts import Fact
 
 PER_UNIT = Fact(
     "plan.per_unit",

@@ -11,10 +11,32 @@ from pathlib import Path
 
 from forge_train.base.names import folder, is_file, locate, split
 from forge_train.contract.reference import PluginRef
-from forge_train.registry.declared import Declaration, SpecModule, spec_modules
+from forge_train.registry.declared import SpecModule, spec_modules
 from forge_train.registry.discovery import discover
 
 KERNEL = "forge_train"
+_SPEC = re.compile(
+    r"""^@(?:\w+\.)?hookspec\(\s*["'](\w+)["'](.*?)^def (\w+)\(.*?\)(?: -> [^\n]*)?:\s+(?:\"\"\"(.*?)(?:\n|\"\"\"))?""",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A hook as the text of its module declares it."""
+
+    name: str
+    kind: str
+    optional: bool
+    summary: str
+
+
+def declarations(module: SpecModule) -> dict[str, Declaration]:
+    """The hooks of a module by name, read as text."""
+    return {
+        name: Declaration(name, kind, "optional=True" in options, (summary or "").strip())
+        for kind, options, name, summary in (found.groups() for found in _SPEC.finditer(module.text))
+    }
 
 
 @dataclass(frozen=True)
@@ -73,7 +95,7 @@ def hooks() -> list[Hook]:
             tuple(sorted(plugin for plugin, hooks in implemented.items() if name in hooks)),
         )
         for module in modules
-        for name, spec in module.declares.items()
+        for name, spec in declarations(module).items()
     ]
 
 
@@ -114,10 +136,10 @@ def _called(source: _Source, module: SpecModule, *, kernel: bool) -> set[str]:
     """The hooks of a module that a source file imports or, of its own, calls; the kernel's, as `job.hooks.name(…)`."""
     parent, _, last = module.module.rpartition(".")
     if kernel:
-        return set(re.findall(r"\bhooks\.(\w+)\(", source.text)) & module.declares.keys()
+        return set(re.findall(r"\bhooks\.(\w+)\(", source.text)) & module.declares
     if source.module == module.module:
         calls = [node.func for node in source.nodes if isinstance(node, ast.Call)]
-        return {node.id for node in calls if isinstance(node, ast.Name)} & module.declares.keys()
+        return {node.id for node in calls if isinstance(node, ast.Name)} & module.declares
     if last not in source.text:
         return set()
     names = {given for home, given, _ in source.imported if home == module.module}
@@ -125,7 +147,7 @@ def _called(source: _Source, module: SpecModule, *, kernel: bool) -> set[str]:
     plain = [alias for node in source.nodes if isinstance(node, ast.Import) for alias in node.names]
     aliases |= {alias.asname for alias in plain if alias.asname and alias.name == module.module}
     attributes = [node for node in source.nodes if isinstance(node, ast.Attribute)]
-    return (names | {node.attr for node in attributes if ast.unparse(node.value) in aliases}) & module.declares.keys()
+    return (names | {node.attr for node in attributes if ast.unparse(node.value) in aliases}) & module.declares
 
 
 def _files(names: Iterable[str]) -> Iterator[_Source]:

@@ -8,7 +8,10 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from forge_train.base.errors import ForgeError, describe
 
 if TYPE_CHECKING:
     from forge_train.contract.events import Finished
@@ -112,3 +115,15 @@ def show_end(finished: Finished) -> None:
         _say(f"{finished.run}: {finished.reason}", sys.stdout)
     for title, text in finished.closing:
         _say(f"\n{styled(title, BOLD, sys.stdout)}\n{text}", sys.stdout)
+
+
+def explain(error: BaseException, log: Path | None = None) -> str:
+    """Format an error for the user: a mistake's message, or a failure with its notes, its location and its log."""
+    if isinstance(error, ForgeError):
+        return str(error)
+    lines = [describe(error), *(f"  {note}" for note in getattr(error, "__notes__", ()))]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    if frames:
+        lines.append(f"  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}")
+    lines.append(f"The traceback is in {log}." if log else "FORGE_TRACEBACK=1 shows the traceback.")
+    return "\n".join(lines)

@@ -75,8 +75,8 @@ def test_a_folder_that_can_t_be_written(forge: Forge, as_json: bool) -> None:
 
 def test_a_preset_that_can_t_start(folder: Path, logger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from forge_train.base.errors import ConfigError
-    from forge_train.config.layers import Request
     from forge_train_cli import checkup
+    from forge_train_tools.configuration.request import Request
 
     def refuse(request: Request) -> None:
         raise ConfigError("no")

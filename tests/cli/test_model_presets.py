@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from forge_command import Forge
-from forge_train.config.layers import Request
-from forge_train.registry.setup import resolve
 from forge_train_cli.presets import Preset, everything
 from forge_train_kit.hf.start import exported
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.opening import lone_job
 
 MODELS = [one for one in everything() if one.parameters]

@@ -10,13 +10,15 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Ge, Gt, Lt, Plugin, PluginError, Volatile, section
-from forge_train.base.names import presets
 from forge_train.config import Config, differences
-from forge_train.config.layers import Origin, Request, Tree, Value, lay
-from forge_train.config.toml import read
+from forge_train.config.tree import Origin, Tree, Value
 from forge_train.config.validate import read_text, validate
-from forge_train.registry.setup import resolve
 from forge_train.registry.write import to_toml
+from forge_train_tools.configuration.comments import commented
+from forge_train_tools.configuration.presets import presets
+from forge_train_tools.configuration.request import Request, lay, lay_file
+from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.configuration.toml import read
 from forge_train_tools.testing import Installed, installed
 
 pytestmark = pytest.mark.unit
@@ -103,14 +105,14 @@ def test_weaker_layers_lie_beneath_stronger_ones(tmp_path: Path, monkeypatch: py
     preset = tmp_path / "mine.toml"
     preset.write_text("[wide]\ncount = 2\nratio = 0.2\nflag = true\ntext = 'preset'\n", encoding="utf-8")
     known = presets()
-    monkeypatch.setattr("forge_train.config.layers.presets", lambda: {**known, "mine": preset})
+    monkeypatch.setattr("forge_train_tools.configuration.request.presets", lambda: {**known, "mine": preset})
     request = asked(
         tmp_path,
         "preset = 'mine'\n[wide]\nratio = 0.3\nflag = true\ntext = 'file'\n",
         environment="wide.flag=false; wide.text=environment",
         set=("wide.text=first", "wide.text=set"),
     )
-    values = lay(request).tree.below(("wide",))
+    values = lay(request).below(("wide",))
     assert {key[0]: value.value for key, value in values.items()} == {
         "count": 2,
         "ratio": 0.3,
@@ -130,7 +132,7 @@ def test_lists_of_plugins_add_up_and_other_lists_are_replaced(tmp_path: Path) ->
     for number, text in enumerate(("plugins = ['a', 'b']\nx.y = [1]", "plugins = ['b', 'c']\nx.y = [2]")):
         file = tmp_path / f"{number}.toml"
         file.write_text(text, encoding="utf-8")
-        tree.lay(read(file), Origin("file", file.name))
+        lay_file(tree, read(file), Origin("file", file.name))
     assert tree.values["plugins",].value == ["a", "b", "c"]
     assert tree.values["x", "y"].value == [2]
 
@@ -497,7 +499,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, forge_plugins: Installed,
     )
     first = resolve(request)
     file = tmp_path / "written.toml"
-    file.write_text(to_toml(first.config, first.hooks, comments=comments), encoding="utf-8")
+    file.write_text((commented if comments else to_toml)(first.config, first.hooks), encoding="utf-8")
     second = resolve(Request(config=str(file)))
     assert second.config.run.name == ""
     assert second.config.sections == first.config.sections

@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 
 import toys
-from forge_train import ConfigError, Fact
-from forge_train.contract.facts import SAVES, stated
+from forge_train import ConfigError
 from forge_train.registry.discovery import find
-from forge_train.registry.facts import Facts
-from forge_train_kit.facts import ARCHITECTURES
+from forge_train_kit.facts import ARCHITECTURES, SAVES, Fact, stated
 from forge_train_plugins.models.decoder import Decoder
+from forge_train_tools.configuration.facts import Facts
 from forge_train_tools.facts import EXAMPLE, PER_UNIT, ROUNDS
 from forge_train_tools.testing import check
 from packages import package
 
 FACTS = """
-from forge_train import Fact
+from forge_train_kit.facts import Fact
 
 COST = Fact("billing.cost", float, "Euros for each hour of a run.")
 OWNER = Fact("billing.owner", str, "The one who pays.", literal=True)
@@ -45,6 +44,11 @@ class Watch(Plugin):
     def on_step(self, step):
         pass
 '''
+OWN = """import Plugin, hookimpl
+from forge_train_kit.facts import Fact
+
+SIZE = Fact("alone.size", int, "Its size.")
+"""
 Install = Callable[[str], None]
 
 
@@ -135,7 +139,8 @@ def test_a_module_of_facts_that_fails_to_import(tmp_path: Path, install: Install
 def test_a_plugin_in_a_file_declares_its_own_fact(tmp_path: Path) -> None:
     file = tmp_path / "alone.py"
     own = WATCH.replace("FACT", '"alone.size": 3,').replace(
-        "import Plugin, hookimpl\n", 'import Fact, Plugin, hookimpl\n\nSIZE = Fact("alone.size", int, "Its size.")\n'
+        "import Plugin, hookimpl\n",
+        OWN,
     )
     file.write_text(own, encoding="utf-8")
     done = toys.run(tmp_path / "runs", str(file), steps=1)

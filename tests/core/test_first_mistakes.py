@@ -12,8 +12,8 @@ import torch
 import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, ForgeError, Plugin, PluginError, Transform, hookimpl, section
-from forge_train.base.errors import explain
 from forge_train.contract.events import Evaluation
+from forge_train_tools.messages import explain
 
 pytestmark = [pytest.mark.unit]
 

@@ -24,7 +24,8 @@ from forge_train.plugin.specs import HookSpec
 from forge_train.registry import declared
 from forge_train.registry.declared import SpecModule, Specs, spec_modules
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
-from forge_train.registry.inspection import check_hooks
+from forge_train_tools.configuration.inspection import inspector
+from forge_train_tools.hook_table import declarations
 from forge_train_tools.testing import TinyRun, check
 from packages import package
 
@@ -611,10 +612,8 @@ def test_a_module_of_forges_own_that_was_deleted_is_left_out(monkeypatch: pytest
 
 def test_metadata_older_than_the_code_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declared, "SOURCES", [])
-    mistakes: list[str] = []
     (ref,) = (one for one in discover() if one.name == "gqa")
-    check_hooks(EnabledPlugin(ref, load(ref), specs={}), Specs(mistakes), mistakes)
-    (said,) = mistakes
+    (said,) = inspector()(EnabledPlugin(ref, load(ref), specs=Specs([])))
     assert "Plugin 'gqa' (forge-train " in said
     assert said.endswith("Forge's metadata is older than its code: install it again with `pip install -e .`.")
 
@@ -623,8 +622,8 @@ def test_the_kernels_hooks_go_through_the_same_door() -> None:
     from forge_train.plugin import hookspecs
 
     kernel = spec_modules()[0]
-    assert list(kernel.declares) == list(hookspecs.SPECS) == list(kernel.load())
-    for name, one in kernel.declares.items():
+    assert list(declarations(kernel)) == list(hookspecs.SPECS) == list(kernel.load())
+    for name, one in declarations(kernel).items():
         spec = hookspecs.SPECS[name]
         assert (one.kind, one.optional) == (spec.kind, spec.optional)
         assert (spec.function.__doc__ or "").startswith(one.summary)

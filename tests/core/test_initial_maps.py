@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from forge_train import ConfigError
-from forge_train.config.layers import Request
-from forge_train.registry.setup import resolve
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import run_forge

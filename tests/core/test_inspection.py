@@ -15,12 +15,12 @@ import pytest
 import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, Plugin, PluginError, hookimpl
-from forge_train.base.places import place
+from forge_train.base.format import place
 from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
-from forge_train.registry.inspection import check_hooks
+from forge_train_tools.configuration.inspection import inspector
 from forge_train_tools.testing import Installed, installed
 
 SPECS = Specs([])
@@ -30,9 +30,7 @@ HERE = Path(__file__).name
 
 
 def told(cls: type[Plugin]) -> list[str]:
-    mistakes: list[str] = []
-    check_hooks(EnabledPlugin(PluginRef("x", "dist", "1", "m:X"), cls, specs=SPECS), SPECS, mistakes)
-    return mistakes
+    return inspector()(EnabledPlugin(PluginRef("x", "dist", "1", "m:X"), cls, specs=SPECS))
 
 
 def plugin(**members: Any) -> type[Plugin]:
@@ -134,9 +132,7 @@ def test_the_decorator_with_parentheses() -> None:
 
 def test_every_plugin_of_forge_is_without_a_mistake() -> None:
     for found in (one for one in discover() if one.distribution == DISTRIBUTION and one.file):
-        mistakes: list[str] = []
-        check_hooks(EnabledPlugin(found, load(found), specs=SPECS), Specs([]), mistakes)
-        assert not mistakes
+        assert not inspector()(EnabledPlugin(found, load(found), specs=SPECS))
 
 
 # -- arguments ------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ import tiny_models
 import toys
 from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.checkpoint.checkpoint import check
-from forge_train.config import Request
 from forge_train.engine import train
-from forge_train.registry.setup import resolve
 from forge_train_cli.app import run as forge
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model

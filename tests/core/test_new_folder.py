@@ -18,9 +18,9 @@ import chat_model
 from forge_cli import forge, one_message
 from forge_train import ConfigError
 from forge_train.base.lock import Owner
-from forge_train.base.new_folder import claimed
 from forge_train.checkpoint.seal import check
 from forge_train_kit.hf.folder import Folder
+from forge_train_kit.new_folder import claimed
 from forge_train_tools.offline.convert import convert_folder
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint

@@ -13,10 +13,10 @@ import tiny_models
 from forge_cli import forge
 from forge_train import ConfigError, ForgeError
 from forge_train.checkpoint import checkpoint
-from forge_train.config import Request
 from forge_train.engine import train
 from forge_train.mesh.layout import Layout
-from forge_train.registry.setup import resolve
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.opening import Wanted, open_model, setup_of
 
 

@@ -13,11 +13,14 @@ import pytest
 import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, section
 from forge_train.base.errors import Problem
-from forge_train.base.names import canonical, presets, snake
-from forge_train.config.layers import Request
+from forge_train.base.names import canonical, snake
 from forge_train.contract.reference import PluginRef
 from forge_train.registry.discovery import discover, dotted, load
-from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.setup import Setup
+from forge_train_kit.source import summary
+from forge_train_tools.configuration.presets import presets
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.testing import Installed
 
 pytestmark = pytest.mark.unit
@@ -173,7 +176,7 @@ def test_the_section_of_a_displaced_default(tmp_path: Path, monkeypatch: pytest.
     preset = tmp_path / "mine.toml"
     preset.write_text("[adamw]\nlr = 0.5\n", encoding="utf-8")
     known = presets()
-    monkeypatch.setattr("forge_train.config.layers.presets", lambda: {**known, "mine": preset})
+    monkeypatch.setattr("forge_train_tools.configuration.request.presets", lambda: {**known, "mine": preset})
     assert "adamw" not in ask("lion", config="mine").config.sections  # dropped with a note
     assert ask(config="mine").config.sections["adamw"].lr == 0.5
     aside = "section [adamw] belongs to a default that stepped aside for another plugin"
@@ -315,7 +318,7 @@ def test_a_file_dropped_into_contrib_is_a_plugin(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(discovery, "CONTRIB", "contrib_here")
     found = {one.name: one for one in discovery.contributed()}
     assert sorted(found) == ["swish_glu", "two"]
-    assert found["swish_glu"].summary == "What it does."
+    assert summary(found["swish_glu"]) == "What it does."
     assert found["swish_glu"].file == package / "swish-glu.py"
     assert "contrib_here" not in sys.modules
     (package / "__init__.py").write_text("", encoding="utf-8")

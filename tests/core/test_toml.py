@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_train import ConfigError
-from forge_train.config.toml import index_lines, read
+from forge_train_tools.configuration.toml import index_lines, read
 
 pytestmark = pytest.mark.unit
 

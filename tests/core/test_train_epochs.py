@@ -14,14 +14,14 @@ import torch
 
 import toys
 from forge_train import MASKED, ConfigError, Plugin, hookimpl
-from forge_train.config.layers import Request
 from forge_train.config.sections import TrainSection, WarmUpBatches
 from forge_train.plugin.job import Hooks
-from forge_train.registry.setup import resolve
 from forge_train_kit.data.loader import StreamLoader
 from forge_train_kit.data.paired import Paired
 from forge_train_kit.data.rows import Arrays
 from forge_train_plugins.observers._console.board import Board
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.testing import run_forge
 

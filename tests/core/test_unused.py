@@ -115,8 +115,8 @@ def test_a_complete_file_sets_every_key_and_is_no_mistake(run_forge: RunForge, t
     assert "[swiglu]" in written.read_text(encoding="utf-8")
     written.write_text(written.read_text(encoding="utf-8").replace('activation = "swiglu"', 'activation = "gelu"'))
     with installed([Mine]):
-        from forge_train.config import Request
-        from forge_train.registry.setup import resolve
+        from forge_train_tools.configuration.request import Request
+        from forge_train_tools.configuration.setup import resolve
 
         assert plan(resolve(Request(config=str(written)))).slots["feed_forward"] == ("mine",)
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 import toys
 from forge_train import ForgeError, Plugin, hookimpl, section
-from forge_train.config import Request
 from forge_train.contract.events import Evaluation
 from forge_train.mesh.layout import Layout, named
 from forge_train_tools import verification
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult
 from forge_train_tools.verification import Verdict, verify
 from forge_train_tools.verification.ranks import peers_apart

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.compose.compose import compose
-from forge_train.config import Request
 from forge_train.contract.model import Model
 from forge_train.engine import train
 from forge_train.plugin.job import Job
-from forge_train.registry.setup import resolve
 from forge_train.store import digest
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.opening import lone_job
 
 DECODER = (

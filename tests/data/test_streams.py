@@ -447,8 +447,8 @@ class TestPlugins:
             next(capped.build_data(one, "train"))
 
     def test_paths_in_a_file_begin_where_the_file_lies(self, folders: list[Path], tmp_path: Path) -> None:
-        from forge_train.config.layers import Request
-        from forge_train.registry.setup import resolve
+        from forge_train_tools.configuration.request import Request
+        from forge_train_tools.configuration.setup import resolve
 
         file = tmp_path / "run.toml"
         file.write_text(
@@ -462,8 +462,8 @@ class TestPlugins:
 
     @pytest.mark.parametrize("plugin", ["tokens", "mixture"])
     def test_a_bucket_is_a_micro_batch(self, folders: list[Path], plugin: str) -> None:
-        from forge_train.config.layers import Request
-        from forge_train.registry.setup import resolve
+        from forge_train_tools.configuration.request import Request
+        from forge_train_tools.configuration.setup import resolve
 
         source = f"tokens.path={folders[0]}" if plugin == "tokens" else f'mixture.sources=[{{ path = "{folders[0]}" }}]'
         wanted = (source, f"{plugin}.packing=buckets", "train.steps=2", "train.sequence=64", "train.global_batch=4")

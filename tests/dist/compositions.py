@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 
 SEED_VARIABLE = "FORGE_COVERING_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE, "0"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import compositions
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 
 BATCH = 12
 MODEL: Mapping[str, Any] = {

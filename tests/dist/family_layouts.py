@@ -11,7 +11,7 @@ import torch
 
 import compositions
 from expert_models import DEEPSEEK, GROUPS, MIXTRAL, OLMOE, QWEN, YARN
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.offline.hf_request import starting_from
 
 SHAPE: Mapping[str, Any] = {

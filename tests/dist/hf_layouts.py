@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_models
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 
 HALVES = {"train": {"micro_batch": 2}}
 LAYOUTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import compositions
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 
 SCHEDULES = (
     "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v",

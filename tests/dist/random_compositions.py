@@ -15,7 +15,7 @@ from typing import Any
 import compositions
 import heads_data
 from forge_train.base.errors import ForgeError
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.verification import Reference, Verdict
 from forge_train_tools.verification.numbers import errors, finite, relative, typical
 from forge_train_tools.verification.ranks import metrics_apart

@@ -14,7 +14,7 @@ import compositions
 import forge_cli
 from compositions import IN_CI, LAYOUTS, SEED, Composition
 from forge_train import ForgeError
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]

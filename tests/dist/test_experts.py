@@ -12,8 +12,8 @@ import torch
 
 from crossed import marked
 from forge_train import ConfigError
-from forge_train.config import Request
-from forge_train.registry.setup import resolve
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.planning import plan
 from forge_train_tools.testing import Verifier
 

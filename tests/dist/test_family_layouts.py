@@ -10,7 +10,7 @@ import pytest
 
 import compositions
 from forge_train import ForgeError
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]

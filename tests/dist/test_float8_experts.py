@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from forge_cli import forge
-from forge_train.config import Request
 from forge_train.engine import train as train_here
-from forge_train.registry.setup import resolve
 from forge_train.run.records import TIMINGS, read
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]

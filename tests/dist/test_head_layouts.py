@@ -13,7 +13,7 @@ import compositions
 import heads_data
 import hf_models
 from forge_train import ForgeError
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.offline.hf_request import starting_from
 from forge_train_tools.testing import Verifier
 

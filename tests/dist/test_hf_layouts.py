@@ -10,7 +10,7 @@ import pytest
 
 import hf_models
 from forge_train import ConfigError
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
 from hf_layouts import LAYOUTS, Foreign
 

@@ -12,7 +12,7 @@ import torch
 import compositions
 import low_precision_cases
 from forge_train import ConfigError
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Pool, Verifier
 from forge_train_tools.verification import Verdict, verify_against
 

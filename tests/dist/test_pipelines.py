@@ -17,9 +17,9 @@ import schedules
 from compositions import SEED
 from forge_train import ConfigError, ForgeError
 from forge_train.checkpoint.checkpoint import found, shapes
-from forge_train.config import Request
-from forge_train.registry.setup import resolve
 from forge_train_tools.artifacts import recorded
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import Pool, PoolError, Verifier, installed
 from pipelines import Piped

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import preset_settings
-from forge_train.config.layers import Request
 from forge_train.engine import train
-from forge_train.registry.setup import resolve
 from forge_train_cli.presets import Preset, everything
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist]

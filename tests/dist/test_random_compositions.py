@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import random_compositions
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
 from forge_train_tools.verification import Check, Verdict
 from random_compositions import Drawn, Jitter, draw

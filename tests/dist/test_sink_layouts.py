@@ -10,7 +10,7 @@ import pytest
 
 import compositions
 from forge_train import ConfigError
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
 from test_family_layouts import ALONE, BASE, LAYOUTS, PACKED, WINDOWS
 

@@ -14,7 +14,7 @@ import pytest
 import toys
 from forge_cli import forge_process
 from forge_train import ConfigError
-from forge_train.config import Request
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
 from forge_train_tools.verification import Verdict, verify_against
 

@@ -191,8 +191,8 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize(("page", "text"), CONFIGURATIONS)
 def test_every_configuration_has_only_keys_that_exist(page: str, text: str, tmp_path: Path) -> None:
-    from forge_train.config import Request
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.request import Request
+    from forge_train_tools.configuration.setup import resolve
 
     file = tmp_path / "example.toml"
     file.write_text(text, encoding="utf-8")

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 
 from forge_cli import Ended, forge
 from forge_train.base.errors import ConfigError
-from forge_train.base.names import canonical, presets
-from forge_train.config import Request
+from forge_train.base.names import canonical
 from forge_train.config.sections import CORE_SECTIONS
-from forge_train.config.toml import index_lines, read
 from forge_train.registry.discovery import discover
-from forge_train.registry.setup import resolve
+from forge_train_tools.configuration.presets import presets
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.configuration.toml import index_lines, read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 

@@ -13,16 +13,17 @@ import pytest
 import toys
 from forge_train import Applied, Phase, Plugin, StepResult, Transform, hookimpl
 from forge_train.compose.compose import compose
-from forge_train.config import Request
 from forge_train.contract.reference import PluginRef
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import Calls
 from forge_train.plugin.job import Job
 from forge_train.registry import discovery
-from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.setup import Setup
 from forge_train.run.control import Control
 from forge_train.run.run import Run
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.testing import Installed, installed
 
 pytestmark = [pytest.mark.unit]

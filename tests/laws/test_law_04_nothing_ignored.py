@@ -11,10 +11,10 @@ import pytest
 import toys
 from forge_train import Applied, ConfigError, Phase, Plugin, PluginError, Transform, hookimpl
 from forge_train.compose.compose import compose
-from forge_train.config import Request
 from forge_train.mesh.axes import CONFIGURED
 from forge_train.mesh.layout import Layout
-from forge_train.registry.setup import resolve
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.testing import installed
 
 pytestmark = [pytest.mark.unit]

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from forge_train import ConfigError, KernelCapabilities
-from forge_train.config import Request
 from forge_train.mesh.layout import Layout
-from forge_train.registry.setup import resolve
 from forge_train_plugins.parallel._cp.apply import Heads, check_recurrence, choose, most_ranks, wrap
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 
 pytestmark = [pytest.mark.unit]
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from forge_train import ConfigError, Model
 from forge_train.compose.compose import compose
-from forge_train.config import Request
-from forge_train.registry.setup import resolve
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import Folder
 from forge_train_kit.hf.start import described
 from forge_train_kit.state_map import Rename
 from forge_train_kit.weights import fill
 from forge_train_plugins.models._decoder import heads
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import lone_job

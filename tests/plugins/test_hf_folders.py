@@ -14,9 +14,9 @@ import hf_models
 from forge_train import ConfigError
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.compose import compose
-from forge_train.config import Request
-from forge_train.registry.setup import resolve
 from forge_train_plugins.models._hf.files import imported
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.offline.generate import Completion, Sampling
 from forge_train_tools.offline.hf_import import import_checkpoint

@@ -15,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fakes
 from forge_train import ConfigError, DivergedError, Plugin, hookimpl
-from forge_train.config import Request
 from forge_train.contract.auxiliary import loss_scaling
-from forge_train.registry.setup import resolve
 from forge_train_kit.layers import Layer
 from forge_train_kit.model.choices import heard_by
 from forge_train_plugins.experts._alltoall.transport import Local
@@ -29,6 +27,8 @@ from forge_train_plugins.experts._moe.router import Choice, Router, kept, loads
 from forge_train_plugins.experts._moe.slices import Slices
 from forge_train_plugins.experts._moe.watch import Watch
 from forge_train_plugins.experts.moe import MoE
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.testing import RunForge
 from forge_train_tools.verification.routing import TIE, Counter
 

@@ -239,8 +239,8 @@ def test_a_gradient_of_zeros_moves_nothing_but_by_decay() -> None:
     ],
 )
 def test_bad_hyper_parameters_are_refused(setting: str, says: str) -> None:
-    from forge_train.config import Request
-    from forge_train.registry.setup import resolve
+    from forge_train_tools.configuration.request import Request
+    from forge_train_tools.configuration.setup import resolve
 
     with pytest.raises(ConfigError) as error:
         resolve(Request(plugins=("muon",), set=(setting,)), data=False)

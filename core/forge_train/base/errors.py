@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 FailureType = Literal[
@@ -105,20 +104,6 @@ def describe(error: BaseException) -> str:
     """`Type: first line`, for a message about somebody else's exception."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
-def explain(error: BaseException, log: Path | None = None) -> str:
-    """Format an error for the user: a mistake's message, or a failure with its notes, its location and its log."""
-    if isinstance(error, ForgeError):
-        return str(error)
-    import traceback
-
-    lines = [describe(error), *(f"  {note}" for note in getattr(error, "__notes__", ()))]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    if frames:
-        lines.append(f"  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}")
-    lines.append(f"The traceback is in {log}." if log else "FORGE_TRACEBACK=1 shows the traceback.")
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

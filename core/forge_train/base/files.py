@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from .errors import ConfigError
 from .strict_json import dumps
 
 
@@ -77,3 +78,24 @@ def _exchange(one: Path, other: Path) -> bool:
         return False
     here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
     return int(renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange)) == 0
+
+
+def check_new(target: Path) -> None:
+    """Check that nothing is lost if a folder takes this name.
+
+    Args:
+        target: a path that doesn't exist yet, an empty folder, or a link to one.
+
+    Raises:
+        ConfigError: saying what is there.
+    """
+    if not target.exists():
+        if target.is_symlink():
+            raise ConfigError(f"{target} is a link to {target.readlink()}, which does not exist; name a new folder.")
+        return
+    if not target.is_dir():
+        raise ConfigError(f"{target} is {'a file' if target.is_file() else 'no folder'}; name a new folder.")
+    if any(target.iterdir()):
+        raise ConfigError(f"{target} exists and is not empty; name a new folder.")
+    if not target.name:
+        raise ConfigError(f"{target} is the current folder; name a new folder.")

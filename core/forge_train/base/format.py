@@ -1,8 +1,11 @@
-"""Formatting of sizes and lists for messages."""
+"""Formatting of sizes, lists and source locations for messages."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -30,3 +33,24 @@ def format_length(epochs: float, steps: int) -> str:
     """`412 steps`, or `2 epochs = 412 steps` where the length was given in epochs."""
     given = f"{epochs:g} epoch{'' if epochs == 1 else 's'} = " if epochs else ""
     return f"{given}{steps:,} step{'' if steps == 1 else 's'}"
+
+
+def place(member: Any) -> str:
+    """`file:line` of a method, of the function inside what wraps it, or of an object's class."""
+    if isinstance(member, property):
+        member = member.fget
+    member = inspect.unwrap(getattr(member, "func", getattr(member, "__func__", member)))
+    code = getattr(member, "__code__", None)
+    if code is not None:
+        return shown(code.co_filename, code.co_firstlineno)
+    cls = member if isinstance(member, type) else type(member)
+    try:
+        return shown(inspect.getsourcefile(cls) or "?", inspect.getsourcelines(cls)[1])
+    except (OSError, TypeError):
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def shown(file: str, line: int) -> str:
+    """A place in the source, its file relative to the current folder where it lies in it."""
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"

@@ -1,9 +1,8 @@
-"""Names of plugins and presets, and where a module lies, known without importing it; importing one that is a file."""
+"""Names of plugins, and where a module lies, known without importing it; importing one that is a file."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -11,8 +10,6 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-
-PRESETS = "forge_train.presets"
 
 
 def canonical(name: str) -> str:
@@ -106,27 +103,3 @@ def import_module(spec: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def presets() -> dict[str, Path]:
-    """Preset name → file, from every installed folder of presets; `base` only from forge's own."""
-    found: dict[str, Path] = {}
-    points = sorted(
-        importlib.metadata.entry_points(group=PRESETS), key=lambda point: (point.name != "forge", point.name)
-    )
-    for point in points:
-        root = folder(point.value)
-        for file in sorted(root.glob("*.toml")) if root else ():
-            if file.stem != "base" or point.name == "forge":
-                found.setdefault(file.stem, file)
-    return found
-
-
-def base_preset() -> Path | None:
-    """The preset beneath all others, which only forge's own distribution brings."""
-    try:  # the entry points of one distribution take a tenth of the time of all
-        points = importlib.metadata.distribution("forge-train").entry_points.select(group=PRESETS, name="forge")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    roots = [root for point in points if (root := folder(point.value))]
-    return next((file for root in roots if (file := root / "base.toml").is_file()), None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..base.errors import ConfigError, describe
 from ..base.files import write_json, write_whole
-from ..base.untrusted import load_json
+from ..base.strict_json import load_json
 from ..mesh.distributed import DistributedContext
 from ..run.run_files import COUNT, odd
 from ..store.manifest import NAME, way_out

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ..base import disk
 from ..base.errors import ForgeError
-from ..base.files import put, remove_remains, write_json, write_whole
+from ..base.files import check_new, put, remove_remains, write_json, write_whole
 from ..base.format import format_bytes
-from ..base.new_folder import check_new
 from ..mesh.distributed import DistributedContext
 from ..store.consolidated import Format
 from ..store.manifest import FORMAT

@@ -13,8 +13,7 @@ from torch import nn
 
 from ..base.errors import ConfigError, ForgeError, PluginError, locate
 from ..base.failure import during
-from ..base.format import format_list
-from ..base.places import place
+from ..base.format import format_list, place
 from ..contract.extra import Extra, ExtraModel
 from ..contract.model import Init, Model
 from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
@@ -22,10 +21,9 @@ from ..plugin.calls import EnabledPlugin, plugin_note, without
 from ..plugin.job import Job
 from ..plugin.returns import kind_of
 from ..registry.unused import note_unused
-from .coverage import check_added, check_coverage, needed
+from .coverage import addressable, check_added, check_coverage, needed
 from .extra import extra_jobs, told_of
 from .initialise import declared, materialise, retie, tied_groups
-from .sizes import addressable
 
 Named = tuple[str, Transform]  # with the name of its plugin
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 from ..base.errors import ConfigError, nearest
 from ..config import Config
-from ..config.layers import DEFAULT, Value
-from ..config.toml import Key
+from ..config.tree import DEFAULT, Key, Value
 from ..config.validate import plain, validate
 from ..contract.extra import ExtraModel
 from ..plugin.job import Hooks, Job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import math
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import PluginError
-from ..contract.model import Init, Model
+from ..contract.model import Init
 from ..mesh.tensors import held_bytes, local
 from ..mesh.world import World, cores
 
@@ -85,13 +84,13 @@ def allocate(part: nn.Module, device: torch.device) -> None:
     resets = {}
     for name, module in part.named_modules():
         if next(module.buffers(recurse=False), None) is not None:
-            path = _resetting(part, name)
+            path = resetting(part, name)
             resets[path] = cast(Any, part.get_submodule(path)).reset_buffers
     for reset in resets.values():
         reset()
 
 
-def _resetting(part: nn.Module, name: str) -> str:
+def resetting(part: nn.Module, name: str) -> str:
     """The module that fills the buffers of a module: the module itself, or the nearest one around it."""
     for path in _outwards(name):
         if hasattr(part.get_submodule(path), "reset_buffers"):
@@ -132,27 +131,6 @@ def declared_init(part: nn.Module, name: str) -> Init:
             )
         owner, _, last = owner.rpartition(".")
         rest = f"{last}.{rest}"
-
-
-def initial(model: Model, name: str, out: Tensor, seed: int) -> None:
-    """Write the initial value of one parameter or buffer of a composed model, without memory for the others.
-
-    Args:
-        model: the model, which may be on the meta device.
-        name: name of the parameter or buffer.
-        out: a tensor of its shape, on the CPU, to write to.
-        seed: seed of the run.
-    """
-    part = next(part for part in model.parts if name in part.state_dict())
-    owner, _, attribute = name.rpartition(".")
-    with torch.no_grad():
-        if attribute in part.get_submodule(owner)._parameters:
-            fill(out, name, declared_init(part, name), seed)
-            return
-        path = _resetting(part, owner)
-        module = copy.deepcopy(part.get_submodule(path)).to_empty(device=out.device)
-        cast(Any, module).reset_buffers()
-        out.copy_(module.get_buffer(name.removeprefix(f"{path}." if path else "")))
 
 
 def fill(tensor: Tensor, name: str, init: Init, seed: int) -> None:

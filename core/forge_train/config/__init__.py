@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .annotations import mark
-from .layers import DEFAULT, Origin, Request
-from .schema import Volatile
+from .schema import Volatile, mark
 from .sections import CORE_SECTIONS, CheckpointSection, LogSection, ParallelSection, RunSection, TrainSection
-from .toml import Key
+from .tree import DEFAULT, Key, Origin
 from .validate import plain
 
-__all__ = ["Config", "Origin", "Request"]
+__all__ = ["Config", "Origin"]
 
 LENGTHS = ("steps", "tokens", "epochs")
 """Keys of [train] that give the length of a run."""
@@ -45,8 +43,10 @@ class Config:
     as_written: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values that were filled in from others, as they stand in the file: another layout fills in others."""
     source: str = ""
-    """The preset's name, or the file's stem."""
+    """Name of the configuration: that of a preset, or a file's stem."""
     origins: Mapping[Key, Origin] = field(default_factory=dict)
+    base: Mapping[Key, Any] = field(default_factory=dict)
+    """Plugins and defaults beneath every configuration; see `Tree.base`."""
 
     def everything(self) -> dict[str, Any]:
         """All sections, core's first, by name."""

@@ -1,21 +1,24 @@
-"""Declaration of configuration sections."""
+"""Declaration of configuration sections, and the types and marks of their fields."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from ..base.errors import PluginError
-from ..base.places import place
+from ..base.format import place
+from .tree import Key
 
 __all__ = ["FilePath", "Ge", "Gt", "Le", "Lt", "Volatile", "section"]
 
 _C = TypeVar("_C")
+_M = TypeVar("_M")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,45 +68,61 @@ def section(cls: type[_C]) -> type[_C]:
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
-_VALUES = (bool, int, float, str, type(None), Path, Any, tuple, list, dict, Mapping, Sequence)
-"""Types of which a TOML value is one, or can be read as one and written again."""
-
-
-def check_section(cls: Any) -> None:
-    """Check that a class, and every class inside it, is a section with options that TOML can express.
-
-    Raises:
-        PluginError: if one is not.
-    """
-    if not dataclasses.is_dataclass(cls) or "__pydantic_config__" not in vars(cls):
-        raise _undecorated(cls)
-    for name, annotation in typing.get_type_hints(cls).items():
-        for kind in _classes(annotation):
-            if dataclasses.is_dataclass(kind):
-                check_section(kind)
-            elif kind not in _VALUES:
-                raise no_toml(typing.cast(type, cls), f" ({name}: {kind.__qualname__})")
-
-
-def _classes(annotation: Any) -> Iterator[type]:
-    """Yield the classes that make up a type."""
-    if typing.get_origin(annotation) in (typing.Literal, typing.ClassVar):
-        return
-    for inner in typing.get_args(annotation):
-        yield from _classes(inner)
-    if isinstance(annotation, type) and typing.get_origin(annotation) is None:
-        yield annotation
-
-
-def _undecorated(cls: Any) -> PluginError:
-    return PluginError(
-        f"class {getattr(cls, '__qualname__', cls)} ({place(cls)}) lacks @section; write @section above it"
-    )
-
-
 def no_toml(cls: type, option: str = "") -> PluginError:
     """Build the error for a section with an option that TOML can't express."""
     return PluginError(
         f"class {cls.__qualname__} ({place(cls)}) has an option of a type that no TOML value has{option}; use int, "
         "float, bool, str, Literal, tuples, dictionaries and sections"
     )
+
+
+def annotation_of(cls: type, key: Key) -> Any:
+    """The declared type of a field, or Any where the section has none of that name."""
+    if not key or not dataclasses.is_dataclass(cls):
+        return Any
+    hints = _hints(cls)
+    if key[0] not in hints:
+        return Any
+    annotation = hints[key[0]]
+    if len(key) == 1:
+        return annotation
+    inner, rest = table_type(annotation), key[1:]
+    if inner is None:
+        inner = next((found for item in _items(annotation) if (found := table_type(item))), None)
+        if inner is not None and not rest[1:]:
+            return inner
+        rest = rest[1:]  # the place in the list
+    return annotation_of(inner, rest) if inner else Any
+
+
+def table_type(annotation: Any) -> type | None:
+    """The section that a field holds, if it is a table."""
+    found = (member for member in members_of(annotation) if dataclasses.is_dataclass(member))
+    return typing.cast(type | None, next(found, None))
+
+
+def _items(annotation: Any) -> Iterator[Any]:
+    """The types of a list's items."""
+    for member in members_of(annotation):
+        if typing.get_origin(member) in (tuple, list):
+            yield from typing.get_args(member)
+
+
+@functools.cache
+def _hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section, include_extras=True)
+
+
+def mark(cls: type, key: Key, kind: type[_M]) -> _M | None:
+    """The mark of a kind (`Volatile`, `FilePath`) on a field, or None."""
+    marks = getattr(annotation_of(cls, key), "__metadata__", ())
+    return next((one for one in marks if isinstance(one, kind)), None)
+
+
+def members_of(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union without their annotations; the type itself otherwise."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return members_of(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(inner for member in typing.get_args(annotation) for inner in members_of(member))
+    return (annotation,)

@@ -15,10 +15,8 @@ from typing import Any
 
 from ..base.errors import nearest
 from ..base.names import is_file
-from .annotations import annotation_of, mark, members_of, table_type
-from .layers import Origin, Value
-from .schema import FilePath, check_section, no_toml
-from .toml import Key
+from .schema import FilePath, annotation_of, mark, members_of, no_toml, table_type
+from .tree import Key, Origin, Value
 
 
 class Mistake(str):
@@ -42,11 +40,10 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
         mistakes: gets one line for each.
 
     Raises:
-        PluginError: if the class, or one inside it, is no section, and would take any key.
+        PluginError: if the class has an option of a type that no TOML value has.
     """
     import pydantic
 
-    check_section(cls)
     adapter = _adapter(cls)
     plain: dict[str, Any] = {}
     for key, value in values.items():

@@ -7,20 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..base.names import file_module, is_file, locate, split
 
 if TYPE_CHECKING:
-    import ast
-
     from .attention import KernelCapabilities
 
-_NO_SUMMARY = "–"
 _INSTALLED = ("site-packages", "dist-packages")
-_SUMMARY = re.compile(r"\A\s*\n\s+r?(?:\"\"\"|''')(.+?)(?:\"\"\"|'''|\n)")
-_HEAD = re.compile(r"^class (\w+)\(([^)]*)\):", re.MULTILINE)
-_END = re.compile(r"^\S", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -51,60 +45,33 @@ class PluginRef:
         return Path(split(self.object)[0]) if is_file(self.object) else locate(self.module)
 
     @property
-    def summary(self) -> str:
-        """The first line of the class's docstring, read as text; `–` where there is none to be found."""
-        match = _SUMMARY.search(self._text)
-        return match.group(1).strip() if match else _NO_SUMMARY
-
-    def fact(self, name: str) -> Any:
-        """A literal of the class's `Plugin.facts`, read from its source; None if it is not stated there."""
-        from ..base.places import literals  # a listing does without
-
-        return dict(literals(self._assigned("facts", name))).get(name)
-
-    @property
     def kernel_capabilities(self) -> KernelCapabilities | None:
         """The class's `Plugin.kernel_capabilities`, read from its source; None where it says nothing that can be
         read."""
-        call = self._assigned("kernel_capabilities")
-        if call is None:
-            return None
         import ast  # a listing does without
 
         from .attention import KernelCapabilities
 
-        try:
-            given = {one.arg: ast.literal_eval(one.value) for one in getattr(call, "keywords", ())}
-            return KernelCapabilities(**given)
-        except (ValueError, TypeError):
+        if "kernel_capabilities" not in self._text:  # parsing all plugins takes long
             return None
-
-    def _assigned(self, attribute: str, word: str = "") -> ast.expr | None:
-        from ..base.places import assigned  # a listing does without
-
-        return assigned(self.file, split(self.object)[1], attribute, word)
-
-    @property
-    def hooks(self) -> tuple[str, ...]:
-        """The hooks that the class implements itself, read as text."""
-        return tuple(re.findall(r"^    @hookimpl\b.*\n(?:    @.*\n)*    def (\w+)", self._text, re.MULTILINE))
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """The phases of its transforms, as far as the class writes `Phase.NAME` out: read as text."""
-        return tuple(re.findall(r"\bPhase\.([A-Z0-9]+)\b", self._text))
+        try:
+            classes = [node for node in ast.parse(self._text).body if isinstance(node, ast.ClassDef)]
+            lines = [line for node in classes if node.name == split(self.object)[1] for line in node.body]
+            call = next(one.value for one in lines if ast.unparse(one).startswith("kernel_capabilities"))  # type: ignore[attr-defined]
+            return KernelCapabilities(**{one.arg: ast.literal_eval(one.value) for one in call.keywords})
+        except (AttributeError, StopIteration, SyntaxError, TypeError, ValueError):
+            return None
 
     @property
     def covers(self) -> frozenset[str]:
         """Return what the class's transforms cover, read from literals such as `covers=("tp",)` in its source text."""
-        found = re.findall(r"\bcovers ?= ?\(([^)]*)\)", self._text)
-        return frozenset(re.findall(r"\w+", " ".join(found)))
+        name, text = split(self.object)[1], self._text
+        own = text.partition(f"\nclass {name}(")[2].partition("\nclass ")[0] if name else text
+        return frozenset(re.findall(r"\w+", " ".join(re.findall(r"\bcovers ?= ?\(([^)]*)\)", own))))
 
     @property
     def _text(self) -> str:
-        """The class's source below its head."""
-        file = self.file
-        return _body(file, split(self.object)[1]) if file and file.is_file() else ""
+        return self.file.read_text(encoding="utf-8", errors="replace") if self.file and self.file.is_file() else ""
 
     def hash(self) -> str:
         """sha256 of the plugin's code; see `fingerprint`."""
@@ -121,16 +88,6 @@ class HookOrigin(str):
         made = super().__new__(cls, text)
         made.plugin, made.hook = plugin, hook
         return made
-
-
-def _body(file: Path, class_name: str) -> str:
-    """Return the body of a plugin's class. Uses regular expressions: `ast` is 70 times slower."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    for head in _HEAD.finditer(text):
-        if head[1] == class_name if class_name else "Plugin" in head[2] or "Tracker" in head[2]:
-            end = _END.search(text, head.end())
-            return text[head.end() : end.start() if end else len(text)]
-    return ""
 
 
 @cache

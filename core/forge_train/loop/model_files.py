@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import Config
-from ..config.annotations import mark
-from ..config.schema import FilePath
+from ..config.schema import FilePath, mark
 
 if TYPE_CHECKING:
     from ..plugin.job import Hooks

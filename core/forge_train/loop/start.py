@@ -13,12 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, describe
 from ..base.lock import Lock, take
 from ..checkpoint.not_a_model import advice
 from ..config import Config, differences
 from ..config.rules import LONGEST_NAME
-from ..config.toml import read
 from ..contract.protocols import CheckpointCopies
 from ..mesh.axes import CONFIGURED, Axis
 from ..mesh.layout import Layout
@@ -189,7 +188,11 @@ def changed_values(file: Path, text: str) -> list[str]:
     Raises:
         ConfigError: if the file can't be read.
     """
-    old, new = dict(_flat(read(file).data)), dict(_flat(tomllib.loads(text)))
+    try:
+        before = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: can't read the run's configuration: {describe(error)}.") from error
+    old, new = dict(_flat(before)), dict(_flat(tomllib.loads(text)))
     return [f"{key}: {then!r} then, {now!r} now" for key, then, now in differences(old, new)]
 
 

@@ -20,10 +20,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..base.errors import ConfigError, ForgeError, PluginError
 from .axes import Domain
-from .devices import choose_device, start_cuda
 from .layout import Device, Layout
 from .meshes import build_meshes
-from .process_group import join, leave
+from .process_group import choose_device, join, leave, start_cuda
 from .world import World
 
 if TYPE_CHECKING:

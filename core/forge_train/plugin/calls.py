@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import pluggy
 
 from ..base.errors import ForgeError, PluginError, describe, locate
-from ..base.places import place, shown
+from ..base.format import place, shown
 from ..contract.reference import HookOrigin, PluginRef
 from .plugin import MARK, PROJECT, Plugin
 from .returns import returned
@@ -100,7 +100,7 @@ class _Call:
 class _Manager(pluggy.PluginManager):
     """Registers what implements the declared hooks; pluggy (1.7) would take long to look at all other attributes.
 
-    It gets no specs: `registry.inspection` compares arguments; pluggy would refuse those with a default in the spec.
+    It gets no specs: whoever enables plugins compares arguments; pluggy would refuse those with a default in the spec.
     """
 
     def __init__(self, specs: Mapping[str, HookSpec[..., Any]]) -> None:

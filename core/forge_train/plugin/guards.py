@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..base.errors import PluginError, locate
-from ..base.places import place
+from ..base.format import place
 from ..contract.batch import Batch, BatchPhase, Preparation, PrepareStep
 from ..contract.protocols import Span
 from ..contract.reference import HookOrigin

@@ -11,7 +11,6 @@ import pluggy
 from ..base.errors import PluginError
 from ..config.schema import section
 from ..contract.attention import KernelCapabilities
-from ..contract.facts import FactValue
 
 __all__ = ["API", "Plugin", "hookimpl"]
 
@@ -75,7 +74,7 @@ class Plugin:
     """Types of device that it runs on, as `("cuda",)`; empty for all. A run on another one is refused."""
     after_observers: ClassVar[bool] = False
     """True if it is called after all other observers, as trackers are, and so sees what they record."""
-    facts: ClassVar[Mapping[str, FactValue]] = {}
+    facts: ClassVar[Mapping[str, bool | float | str | tuple[str, ...]]] = {}
     """Facts that tools read: `{"plan.per_unit": True}`. A subclass inherits those of its bases. `docs/facts.md` lists
     the ones of Forge's own tools."""
 

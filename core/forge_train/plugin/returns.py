@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from ..base.errors import PluginError
-from ..base.places import place
+from ..base.format import place
 from ..contract import protocols
 from .specs import HookSpec
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args, overload
 
 from ..base.errors import PluginError
-from ..base.places import place
+from ..base.format import place
 
 HookKind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
 Stage = Literal["composition", "assembly", "start", "run"]

@@ -8,9 +8,8 @@ from collections.abc import Collection
 
 from ..base.errors import ConfigError, describe
 from ..base.names import import_module, split
-from ..config.layers import Request, lay
 from ..config.sections import ParallelSection, parallel_section
-from ..mesh.axes import AXES, CONFIGURED, Axis
+from ..mesh.axes import AXES, Axis
 from .discovery import identity
 
 GROUP = "forge_train.axes"
@@ -29,12 +28,6 @@ def section_of(names: Collection[str]) -> type[ParallelSection]:
 def installed() -> set[str]:
     """Return the names of the axes that other packages add."""
     return {*map(_name, importlib.metadata.entry_points(group=GROUP))}
-
-
-def one_process(request: Request) -> tuple[str, ...]:
-    """Return assignments that set every axis of a request to 1."""
-    named = {key[0] for key in lay(request).tree.below(("parallel",))}
-    return tuple(f"parallel.{axis}=1" for axis in sorted({*CONFIGURED, *(named & installed())}))
 
 
 def _name(point: importlib.metadata.EntryPoint) -> str:

@@ -16,28 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, ForgeError, describe
+from ..base.format import place
 from ..base.names import import_module, is_file, locate
-from ..base.places import place
 from ..plugin import hookspecs
 from ..plugin.calls import EnabledPlugin, implemented
 from ..plugin.specs import HookSpec, specs_of
 from .discovery import CONTRIB, DISTRIBUTION, contributed, identity, own_version
 
 GROUP = "forge_train.hookspecs"
-_SPEC = re.compile(
-    r"""^@(?:\w+\.)?hookspec\(\s*["'](\w+)["'](.*?)^def (\w+)\(.*?\)(?: -> [^\n]*)?:\s+(?:\"\"\"(.*?)(?:\n|\"\"\"))?""",
-    re.MULTILINE | re.DOTALL,
-)
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """A hook as the text of its module declares it."""
-
-    name: str
-    kind: str
-    optional: bool
-    summary: str
+_SPEC = re.compile(r"^@(?:\w+\.)?hookspec\(.*?^def (\w+)\(", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -57,14 +44,15 @@ class SpecModule:
     def file(self) -> Path | None:
         return Path(self.module) if is_file(self.module) else locate(self.module)
 
+    @property
+    def text(self) -> str:
+        """Its source."""
+        return self.file.read_text(encoding="utf-8", errors="replace") if self.file and self.file.is_file() else ""
+
     @cached_property
-    def declares(self) -> dict[str, Declaration]:
-        """Its hooks by name, read as text."""
-        text = self.file.read_text(encoding="utf-8", errors="replace") if self.file and self.file.is_file() else ""
-        return {
-            name: Declaration(name, kind, "optional=True" in options, (summary or "").strip())
-            for kind, options, name, summary in (found.groups() for found in _SPEC.finditer(text))
-        }
+    def declares(self) -> frozenset[str]:
+        """Names of its hooks, read as text."""
+        return frozenset(_SPEC.findall(self.text))
 
     def load(self) -> dict[str, HookSpec[..., Any]]:
         """Import it, and give its specs.

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..base.errors import ConfigError, nearest
-from ..base.names import canonical, is_file, split
-from ..config.layers import CONDITIONAL, Origin, Request, Tree
+from ..base.names import canonical, is_file
+from ..config.tree import CONDITIONAL, Origin, Tree
 from ..contract.reference import PluginRef
 from ..plugin.calls import EnabledPlugin
 from .declared import Specs
 from .discovery import RESERVED, discover, dotted, in_file, instead, is_name, load, plugin_name
-from .facts import Facts
-from .inspection import check_hooks
 
 
 @dataclass
@@ -25,7 +22,14 @@ class Resolution:
     """Enabled plugins, and why they are enabled."""
 
     tree: Tree
-    request: Request
+    plugins: Sequence[str] = ()
+    """Plugins that the command line names, which is stronger than a file."""
+    without: Sequence[str] = ()
+    """Plugins that it disables."""
+    brought: Sequence[tuple[str, Origin]] = ()
+    """Plugins that come with values in the tree, each with its origin."""
+    inspect: Callable[[EnabledPlugin], Iterable[str]] = lambda plugin: ()
+    """Gives further mistakes in a plugin's class."""
     training: bool = True
     world: int = 1
     mistakes: list[str] = field(default_factory=list)
@@ -52,15 +56,14 @@ class Resolution:
     def enable(self) -> list[EnabledPlugin]:
         for found in discover():
             self.known.setdefault(found.name, []).append(found)
-        asked = [*self._listed("plugins"), *((n, Origin("--set", "--plugins")) for n in self.request.plugins)]
-        asked += [(name, Origin("file", self.request.sections_from)) for name in self.request.brought]
-        again = {plugin_name(spec) for spec in self.request.plugins}  # the command line is stronger than the file
+        asked = [*self._listed("plugins"), *((n, Origin("--set", "--plugins")) for n in self.plugins), *self.brought]
+        again = {plugin_name(spec) for spec in self.plugins}
         unwanted = [(name, str(o)) for name, o in self._listed("without") if canonical(name) not in again] + [
-            (n, "--without") for n in self.request.without
+            (n, "--without") for n in self.without
         ]
         self.mistakes += [
             f"--without {name}: --plugins asks for it too; leave one of the two out."
-            for name in self.request.without
+            for name in self.without
             if canonical(name) in again
         ]
         wanted, on_demand = self._wanted_defaults()
@@ -97,10 +100,8 @@ class Resolution:
         self.sometimes -= set(self.defaults.values())
         self.idle = _idle(explicit, on_demand.keys() - demanded.keys())
         enabled.sort(key=lambda plugin: plugin.name)
-        facts = Facts()
         for plugin in enabled:
-            check_hooks(plugin, self.specs, self.mistakes)
-            self.mistakes += facts.problems(plugin)
+            self.mistakes += self.inspect(plugin)
         self._check_defaults(enabled)
         if not self.mistakes:  # what is missing for them would only be told twice
             self._check_relations(enabled)
@@ -138,13 +139,9 @@ class Resolution:
             self.mistakes.append(f"{where}: {spec!r} would be named {plugin_name(spec)!r}, which is reserved.")
         else:
             try:
-                found = in_file(spec, where.folder) if is_file(spec) else dotted(spec)
+                return in_file(spec, where.folder) if is_file(spec) else dotted(spec)
             except ConfigError as error:
                 self.mistakes.append(f"{where}: {error}")
-                return None
-            if where.kind not in ("file", "preset") or not _came_with(self.request.foreign, found, spec):
-                return found
-            self.mistakes.append(_refused(where, spec))
         return None
 
     def _wanted_defaults(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -184,7 +181,7 @@ class Resolution:
     def _load(self, founds: Iterable[PluginRef], *, default: bool) -> list[EnabledPlugin]:
         loaded = []
         for found in founds:
-            named = found.name in map(plugin_name, self.request.plugins)
+            named = found.name in map(plugin_name, self.plugins)
             try:
                 enabled = EnabledPlugin(found, load(found), default, named, specs=self.specs)
             except ConfigError as error:
@@ -249,29 +246,3 @@ def _idle(explicit: Iterable[EnabledPlugin], unneeded: AbstractSet[str]) -> dict
     """Plugins that fill nothing but slots that no enabled plugin asks for, each with one of them."""
     does = {plugin.name: plugin.provides - {"check_config"} for plugin in explicit}
     return {name: min(slots) for name, slots in does.items() if slots and slots <= unneeded}
-
-
-def foreign_map(tree: Tree, folder: str) -> list[str]:
-    """The refusal of a state map whose file came with a folder that is only read; see `Request.foreign`."""
-    value = tree.values.get(("train", "init_map"))
-    if not folder or value is None or value.origin.kind != "file" or not is_file(str(value.value)):
-        return []
-    file = Path(split(str(value.value))[0])
-    if file.is_absolute() and not file.resolve().is_relative_to(Path(folder).resolve()):
-        return []
-    return [_refused(value.origin, str(value.value))]
-
-
-def _refused(where: Origin, spec: str) -> str:
-    return (
-        f"{where}: {spec!r} came with this folder, and no code of it is run. If you trust that file, put it "
-        "elsewhere and name it here by its absolute path."
-    )
-
-
-def _came_with(folder: str, found: PluginRef, spec: str) -> bool:
-    """Return True if a plugin is inside a folder, or is named relative to the folder's configuration."""
-    if not folder or found.file is None:
-        return False
-    beside = is_file(spec) and not Path(split(spec)[0]).is_absolute()
-    return beside or found.file.resolve().is_relative_to(Path(folder).resolve())

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, ForgeError, Problem, describe, locate, nearest
 from ..base.failure import during
-from ..base.names import canonical, import_module
+from ..base.names import import_module
 from ..config import Config, rules
-from ..config.layers import DEFAULT, Layered, Origin, Request, Tree, UnknownPresetError, Value, lay
 from ..config.sections import CORE_SECTIONS
+from ..config.tree import DEFAULT, Origin, Tree, Value
 from ..config.validate import Mistake, validate
+from ..mesh.layout import Layout
 from ..plugin.calls import EnabledPlugin, plugin_note
 from ..plugin.job import Hooks
 from ..plugin.plugin import PROJECT, Plugin
-from . import axes, epochs
-from .discovery import discover
-from .resolution import Resolution, foreign_map
+from . import axes
+from .resolution import Resolution
 
 log = logging.getLogger(PROJECT)
+
+UNKNOWN_STEPS = 10**9
+"""Steps that stand in for those of a run whose length is in epochs, until its data was opened."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +38,27 @@ class Setup:
 
 
 @during("configure")
-def resolve(
-    request: Request,
+def make_setup(
+    tree: Tree,
     *,
+    plugins: Sequence[str] = (),
+    without: Sequence[str] = (),
+    brought: Sequence[tuple[str, Origin]] = (),
+    inspect: Callable[[EnabledPlugin], Iterable[str]] = lambda plugin: (),
     world: int = 1,
     training: bool = True,
     data: bool = True,
     opened: bool = False,
     measured: bool = True,
 ) -> Setup:
-    """Read, check and freeze everything that can be known without torch, and the steps of a run's epochs.
+    """Check and freeze everything that can be known without torch, and the steps of a run's epochs.
 
     Args:
-        request: what was asked for.
+        tree: the configured values; gets those that plugins imply.
+        plugins: plugins to enable beside those that the tree names.
+        without: plugins to disable.
+        brought: plugins that come with values in the tree, each with its origin.
+        inspect: gives further mistakes in a plugin's class, which are reported with the others.
         world: number of processes the run will have.
         training: whether values are checked against each other, as for a run that is to train. Those of a run whose
             checkpoint is only looked at were checked when it began.
@@ -58,18 +71,14 @@ def resolve(
     Raises:
         ConfigError: with every mistake that could be found, one a line.
     """
-    layered = _lay(request)
-    epochs.displace(layered.tree)
-    resolution = Resolution(layered.tree, request, training, world, layered.tree.mistakes)
+    resolution = Resolution(tree, plugins, without, brought, inspect, training, world, tree.mistakes)
     enabled = resolution.enable()
-    resolution.mistakes += foreign_map(layered.tree, request.foreign)
     _raise(resolution.mistakes, resolution.hints)
-    sections = _sections(layered.tree, enabled, resolution)
-    if not resolution.mistakes and _bring(layered.tree, enabled, sections):
-        sections = _sections(layered.tree, enabled, resolution)
-    tree, mistakes = layered.tree, resolution.mistakes
+    sections = _sections(tree, enabled, resolution)
+    if not resolution.mistakes and _bring(tree, enabled, sections):
+        sections = _sections(tree, enabled, resolution)
     classes = {**CORE_SECTIONS, "parallel": axes.section_of({key[0] for key in tree.below(("parallel",))})}
-    core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in classes.items()}
+    core = {name: validate(name, cls, tree.below((name,)), tree.mistakes) for name, cls in classes.items()}
     _raise(resolution.mistakes, resolution.hints)
     made = [(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled]
     hooks = Hooks(made, resolution.defaults, resolution.specs)
@@ -82,10 +91,11 @@ def resolve(
         without=tuple(sorted(resolution.removed)),
         defaults=resolution.defaults,
         neutral=frozenset(plugin.name for plugin in enabled if plugin.neutral),
-        source=layered.source,
-        origins={key: value.origin for key, value in layered.tree.values.items()},
+        source=tree.source,
+        origins={key: value.origin for key, value in tree.values.items()},
+        base=tree.base,
     )
-    checked = rules.filled(config, steps=epochs.UNKNOWN) if config.train.epochs else config
+    checked = rules.filled(config, steps=UNKNOWN_STEPS) if config.train.epochs else config
     problems = [*rules.check(config, world), *hooks.check_config(checked)] if training else []
     _raise(_located(config, problem) for problem in problems if data or not problem.data)
     _raise(_misfits(hooks, config) if training else [])
@@ -93,7 +103,7 @@ def resolve(
         log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", name, slot)
     config = rules.fill_in(config, world) if training else config
     if config.train.epochs and training and measured and not opened:
-        config = epochs.counted(config, hooks)
+        config = _counted(config, hooks)
         problems = [*rules.check(config, world), *hooks.check_config(config)]
         _raise(_located(config, problem) for problem in problems if data or not problem.data)
     return Setup(config, hooks)
@@ -104,6 +114,34 @@ def _misfits(hooks: Hooks, config: Config) -> Iterator[str]:
     for slot, spec in hooks.specs.items():
         if spec.check and hooks.provider(slot):
             yield from import_module(spec.check).check(hooks, config)
+
+
+def _counted(config: Config, hooks: Hooks) -> Config:
+    """The configuration with the number of steps, for which the training data is opened: a `Loader` may have an
+    attribute `epoch`.
+
+    Raises:
+        ConfigError: the data can't be opened, or its plugin does not say how much it is.
+    """
+    import torch
+
+    from ..mesh.distributed import DistributedContext
+    from ..plugin.job import Job
+    from ..run.run import Run
+
+    Job.of(config, hooks, Run(Path()), DistributedContext(Layout(), torch.device("cpu")))
+    loader = hooks.build_data("train")
+    getattr(loader, "close", lambda: None)()
+    epoch, name = getattr(loader, "epoch", None), hooks.provider("build_data")
+    if epoch is None:
+        raise ConfigError(
+            f"train.epochs: plugin {name!r} does not say how many sequences an epoch of its data has; set train.steps "
+            "or train.tokens instead."
+        )
+    if not epoch:
+        raise ConfigError(f"train.epochs: the training data of plugin {name!r} has no sequences.")
+    train = config.train
+    return rules.filled(config, steps=math.ceil(train.steps_of(train.sequences_of(epoch) * train.sequence)))
 
 
 def _bring(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -> bool:
@@ -142,15 +180,6 @@ def _located(config: Config, problem: Problem) -> str:
     origin = config.origin(tuple(problem.key.split(".")))
     where = "" if origin is DEFAULT else f"{origin}: "
     return Mistake(f"{where}{problem.key}: {problem.message}", problem.key)
-
-
-def _lay(request: Request) -> Layered:
-    try:
-        return lay(request)
-    except UnknownPresetError as error:
-        if canonical(error.name) not in {found.name for found in discover()}:
-            raise
-        raise ConfigError(f"{error} It is a plugin: use --plugins {error.name}.") from None
 
 
 def _raise(mistakes: Iterable[str], hints: Iterable[str] = ()) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from ..base.errors import ConfigError
-from ..config.layers import Origin
+from ..config.tree import Origin
 from ..plugin.calls import EnabledPlugin, implemented
 from ..plugin.hookspecs import SPECS
 from ..plugin.job import Hooks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import PluginError
-from ..base.places import place
+from ..base.format import place
 from ..checkpoint.state import rows
 from ..contract.metric import Bins, Metric, Value
 from ..plugin.job import Job

@@ -16,8 +16,7 @@ import torch
 
 from ..base.errors import ConfigError, describe
 from ..base.files import write_whole
-from ..base.strict_json import dumps
-from ..base.untrusted import load_json, regular_size
+from ..base.strict_json import dumps, load_json, regular_size
 from .manifest import INDEX, LARGEST, SHARDS
 from .shards import Box, size_of, sizes, tiling_problem
 

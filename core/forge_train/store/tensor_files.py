@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..base.errors import ConfigError, ForgeError
-from ..base.strict_json import dumps
-from ..base.untrusted import parse_json
+from ..base.strict_json import dumps, parse_json
 from . import digest
 from .index import Placed, text_of
 from .shards import Box, Shard, size_of

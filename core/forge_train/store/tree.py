@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..base.errors import PluginError
-from ..base.untrusted import DEEPEST
+from ..base.strict_json import DEEPEST
 
 TENSOR, TUPLE = "$tensor", "$tuple"
 MODEL = "model."

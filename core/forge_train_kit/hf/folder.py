@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError, describe
 from forge_train.base.format import format_list
-from forge_train.base.untrusted import load_json, parse_json, regular_size
+from forge_train.base.strict_json import load_json, parse_json, regular_size
 from forge_train.checkpoint.not_a_model import advice
 from forge_train.loop.model_files import files
 from forge_train.store.consolidated import INDEX

@@ -17,13 +17,13 @@ from itertools import islice
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError, ForgeError
-from forge_train.base.files import put
+from forge_train.base.files import check_new, put
 from forge_train.base.format import format_bytes
-from forge_train.base.new_folder import alone, check_new, claimed
-from forge_train.base.untrusted import parse_json
+from forge_train.base.strict_json import parse_json
 from forge_train.checkpoint.found import is_kept
 from forge_train.checkpoint.seal import moved, sync, verify
 from forge_train.store.manifest import LARGEST, MANIFEST, NAME, Sealed, inspect, listed, way_out, wrong_size
+from forge_train_kit.new_folder import alone, claimed
 
 from .remote_folder import RemoteFolder
 

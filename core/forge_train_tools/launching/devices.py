@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
-from forge_train.config.layers import Request, lay
 from forge_train.mesh.axes import Table
+from forge_train_tools.configuration.request import Request, lay
 
 from .world import here
 
@@ -21,7 +21,7 @@ def how_many(request: Request) -> int:
     if here().launcher != "none":
         return 1
     try:
-        tree = lay(request).tree
+        tree = lay(request)
     except ConfigError:  # reported by the next reader
         return 1
     device = tree.values.get(("run", "device"))

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.base.disk import DiskError
-from forge_train.base.errors import ForgeError, explain
+from forge_train.base.errors import ForgeError
 from forge_train.base.failure import Failure, kind
 from forge_train.mesh.world import FORGE_LAUNCHED, World
 from forge_train_tools.launching.ending import told
+from forge_train_tools.messages import explain
 
 from .launch import WorkerResult, leave
 

@@ -13,14 +13,15 @@ from typing import Any
 
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError
-from forge_train.config.layers import Request
 from forge_train.contract.events import Finished
 from forge_train.loop.run import is_kept, is_run
 from forge_train.loop.start import Start, claim, unclaim
 from forge_train.mesh.layout import Layout
-from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.setup import Setup
 from forge_train.run import records
 from forge_train.run.run import Run
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 
 from ..messages import show_progress, show_warnings
 from .launch import Ended, Restart, WorkerCommand, WorkerResult, launch

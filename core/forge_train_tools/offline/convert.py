@@ -12,9 +12,7 @@ import torch
 from forge_train.base.errors import ConfigError, describe, nearest
 from forge_train.base.files import write_json
 from forge_train.compose.initialise import tied_groups
-from forge_train.config.layers import Request
 from forge_train.loop import model_files
-from forge_train.registry.setup import resolve
 from forge_train.store.consolidated import SHARD_BYTES
 from forge_train.store.tensor_files import DTYPES
 from forge_train_kit.facts import ARCHITECTURES
@@ -25,6 +23,8 @@ from forge_train_kit.hf.start import exported
 from forge_train_kit.state_map import Plan, StateMap
 from forge_train_kit.state_map.named import named
 from forge_train_kit.state_map.views import Stored
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 
 from .hf_files import Exchanged, TensorFiles, appearing, common_dtype, described, in_order, put_beside, special_tokens
 from .hf_request import ANY, PRESET, bring

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError, describe
+from forge_train.base.files import check_new
 from forge_train.base.format import format_list
-from forge_train.base.new_folder import check_new, claimed
-from forge_train.base.untrusted import check_regular, copy_regular, load_json, regular_size
+from forge_train.base.strict_json import load_json, regular_size
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.reading import state_problem
 from forge_train.checkpoint.seal import ALONE, weights_digest
@@ -43,6 +43,8 @@ from forge_train.store.manifest import (
 from forge_train.store.shards import whole
 from forge_train.store.tensors import read_range
 from forge_train.store.tree import MODEL, join, naming_problem
+from forge_train_kit.new_folder import claimed
+from forge_train_tools.offline.regular import check_regular, copy_regular
 
 from .dcp_folder import Folder
 from .hf_files import Exchanged, appearing

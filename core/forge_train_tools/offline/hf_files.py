@@ -17,9 +17,9 @@ from torch import Tensor
 
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError, ForgeError
-from forge_train.base.new_folder import check_new, claimed
+from forge_train.base.files import check_new
 from forge_train.checkpoint.seal import sync
-from forge_train.config.toml import Key
+from forge_train.config.tree import Key
 from forge_train.plugin.job import Job
 from forge_train.store import digest
 from forge_train.store.consolidated import Files, cut, write_index
@@ -27,6 +27,7 @@ from forge_train.store.shards import size_of
 from forge_train.store.tensor_files import Place, Shapes, as_bytes, exact_bytes, header, write_at
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, SINGLE, table
+from forge_train_kit.new_folder import claimed
 from forge_train_kit.state_map import Plan
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -16,32 +16,34 @@ from torch import Tensor
 
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError
-from forge_train.base.files import write_json
+from forge_train.base.files import check_new, write_json
 from forge_train.base.format import format_list
-from forge_train.base.new_folder import check_new, claimed
 from forge_train.checkpoint import checkpoint
-from forge_train.compose.initialise import initial, tied_groups
-from forge_train.config.layers import Request, preset
+from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import Model
 from forge_train.loop import model_files
 from forge_train.loop.run import plugin_list
 from forge_train.loop.weights import Patterns
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
-from forge_train.registry.setup import Setup, resolve
-from forge_train.registry.write import to_toml
+from forge_train.registry.setup import Setup
 from forge_train.store.consolidated import Files
 from forge_train.store.manifest import EDITABLE
 from forge_train.store.tree import MODEL
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import Folder
 from forge_train_kit.hf.start import new_head, noting
+from forge_train_kit.new_folder import claimed
 from forge_train_kit.state_map import Plan
 from forge_train_kit.state_map.views import Stored
+from forge_train_tools.configuration.comments import noted
+from forge_train_tools.configuration.request import Request, preset
+from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.offline.initial import initial
 
 from ..launching.launch import WorkerCommand, launch
 from .hf_files import Exchanged, check_range, comments_in, fill_full
-from .hf_request import PRESET, bring
+from .hf_request import PRESET, bring, data_key
 from .opening import compose_meta, lone_job
 
 if TYPE_CHECKING:
@@ -112,7 +114,7 @@ def import_checkpoint(
             raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
     files = tuple(sorted({entry.file.name for entry in made.folder.tensors.values()}))
     return Exchanged(
-        target, sum(tensor.numel() for tensor in made.weights.values()), files, made.notes, _data(made.setup)
+        target, sum(tensor.numel() for tensor in made.weights.values()), files, made.notes, data_key(made.setup)
     )
 
 
@@ -255,8 +257,8 @@ def import_share(asked: dict[str, Any], part: str) -> dict[str, Any]:
 def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
     """Return how the model is built and named, and the configuration that trains it."""
     request, layout = bring(folder, request)
-    train = {**request.sections["train"], "init_from": str(target.absolute())}
-    return layout, resolve(dataclasses.replace(request, sections={**request.sections, "train": train}), data=False)
+    sections = {**request.sections, "train": {**request.sections["train"], "init_from": str(target.absolute())}}
+    return layout, resolve(dataclasses.replace(request, sections=sections), data=False)
 
 
 def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
@@ -271,15 +273,10 @@ def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list
         model_files.copy(found, scratch / model_files.FOLDER)
         beside.append(scratch / model_files.FOLDER)
     notes = comments_in(preset(PRESET)) | {("train", "init_from"): "the weights that were imported"}
-    text = f"# forge train {target.name}/{EDITABLE} -s {_data(setup)}=YOUR_TEXT\n\n"
-    beside[0].write_text(text + to_toml(config, setup.hooks, notes=notes), encoding="utf-8")
+    text = f"# forge train {target.name}/{EDITABLE} -s {data_key(setup)}=YOUR_TEXT\n\n"
+    beside[0].write_text(text + noted(config, setup.hooks, notes), encoding="utf-8")
     write_json(beside[1], plugin_list(setup.hooks))
     return beside
-
-
-def _data(setup: Setup) -> str:
-    """The option for the data to train on."""
-    return f"{setup.hooks.provider('build_data') or 'text'}.path"
 
 
 def _composed(job: Job) -> tuple[Model, str]:

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.base.errors import ConfigError, nearest
-from forge_train.config.layers import Request
 from forge_train.loop import model_files
 from forge_train.loop.model_files import files, vocabulary_of
 from forge_train.plugin.job import Hooks
 from forge_train.registry.discovery import discover
-from forge_train.registry.setup import resolve
+from forge_train.registry.setup import Setup
 from forge_train_kit import kernels
 from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, Folder
 from forge_train_kit.hf.start import described
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 
 log = logging.getLogger("forge_train")
 
@@ -98,3 +99,8 @@ def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
     text += next((hint for name in named if (hint := nearest(str(name), known))), "")
     open_ended = [name for name, architectures in installed.items() if ANY in architectures]
     return f"{text} Plugin {' or '.join(open_ended)} may read it; enable it with --plugins." if open_ended else text
+
+
+def data_key(setup: Setup) -> str:
+    """The option for the data to train on."""
+    return f"{setup.hooks.provider('build_data') or 'text'}.path"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
-from forge_train.config.layers import Request, lay
 from forge_train.store.manifest import EDITABLE
+from forge_train_tools.configuration.request import Request, lay
 
 FOLDER = "imported"
 """The folder of these checkpoints, next to the runs."""
@@ -53,6 +53,6 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
             told(f"{source} is imported as {target}.")
             for note in done.notes:
                 told(f"Note: {note}")
-    asked = lay(dataclasses.replace(request, config="")).tree.values
+    asked = lay(dataclasses.replace(request, config="")).values
     more = ("train.steps=0",) if ("train", "epochs") in asked else ()  # the imported file has the preset's
     return dataclasses.replace(request, config=str(target / EDITABLE), set=(*more, *request.set))

@@ -13,21 +13,22 @@ from forge_train.checkpoint import checkpoint
 from forge_train.compose.compose import compose
 from forge_train.compose.initialise import allocate
 from forge_train.config import differences
-from forge_train.config.layers import Request, lay
 from forge_train.contract.model import Model
 from forge_train.loop.initial import load_initial
 from forge_train.loop.run import is_run
 from forge_train.loop.weights import load_weights
-from forge_train.mesh.devices import choose_device
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
+from forge_train.mesh.process_group import choose_device
 from forge_train.plugin.calls import implemented
 from forge_train.plugin.job import Job
 from forge_train.registry.axes import installed
 from forge_train.registry.discovery import discover, load, plugin_name
-from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.setup import Setup
 from forge_train.run.run import Run
 from forge_train_kit.hf.folder import is_hugging_face
+from forge_train_tools.configuration.request import Request, lay
+from forge_train_tools.configuration.setup import resolve
 
 from .hf_request import starting_from
 
@@ -166,7 +167,7 @@ def setup_of(
         ConfigError: naming what is no longer installed or has changed.
     """
     file = str(path / "config.toml")
-    tree = lay(Request(config=file)).tree
+    tree = lay(Request(config=file))
     asked = [spec for key in ("plugins",) for spec in _names(tree.values.get((key,)))]
     defaults = [value.value for value in tree.below(("defaults",)).values() if isinstance(value.value, str)]
     named = {plugin_name(spec) for spec in (*asked, *defaults)} - {""}

@@ -16,24 +16,24 @@ from forge_train.base.errors import ConfigError
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.found import left_out, newest
 from forge_train.checkpoint.seal import ALONE
-from forge_train.config.layers import Request
 from forge_train.contract.batch import MASKED, Batch
 from forge_train.loop.assembly import assemble, prepare_process
 from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import restore
 from forge_train.loop.run import is_run
 from forge_train.loop.weights import load_extra
-from forge_train.mesh.devices import choose_device
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
+from forge_train.mesh.process_group import choose_device
 from forge_train.mesh.tensors import local
 from forge_train.plugin.job import Job
-from forge_train.registry.axes import one_process
-from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.setup import Setup
 from forge_train.run import records
 from forge_train.run.run import Run
 from forge_train.step.forward import close
 from forge_train.step.step import Progress, Stepper
+from forge_train_tools.configuration.request import Request, one_process
+from forge_train_tools.configuration.setup import resolve
 
 from .opening import Wanted, setup_of
 

@@ -15,11 +15,11 @@ from forge_train.base.lock import take
 from forge_train.checkpoint import checkpoint, seal
 from forge_train.checkpoint.checkpoint import Saved
 from forge_train.checkpoint.found import is_kept, name_latest
-from forge_train.config.layers import Request, lay
 from forge_train.run.run import Run
 from forge_train.store.manifest import EDITABLE
 from forge_train_kit.stores.copies import best_of
 from forge_train_kit.stores.fetching import locate
+from forge_train_tools.configuration.request import Request, lay
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def retention_of(run: Path, *, keep: int | None = None, keep_every: int | None =
     Raises:
         ConfigError: for a value of another type.
     """
-    tree = lay(Request(config=str(run / "config.toml"))).tree.below(("checkpoint",))
+    tree = lay(Request(config=str(run / "config.toml"))).below(("checkpoint",))
     said: dict[str, Any] = {key[-1]: value.value for key, value in tree.items()}
     given = {key: one for key, one in {"keep": keep, "keep_every": keep_every}.items() if one is not None}
     wanted = {**asdict(Retention()), **said, **given}

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from forge_train.base.format import format_bytes, format_list
-from forge_train.contract.facts import SAVES
 from forge_train.registry.discovery import discover
+from forge_train_kit.facts import SAVES
 
 if TYPE_CHECKING:
     from forge_train.mesh.axes import Axis

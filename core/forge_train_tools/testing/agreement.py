@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from forge_train.base.errors import describe
-from forge_train.config import Request
 from forge_train.contract.transform import Phase
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.registry.discovery import plugin_name
 from forge_train.registry.write import to_toml
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.verification import Verdict
 
 from .bench import Bench

@@ -21,8 +21,8 @@ from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.plugin import API, Plugin
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import load
-from forge_train.registry.facts import Facts
-from forge_train.registry.inspection import halved, malformed, misfits, undecorated, unknown
+from forge_train_tools.configuration.facts import Facts
+from forge_train_tools.configuration.inspection import halved, malformed, misfits, undecorated, unknown
 
 from .conformance import BrokenError, DoubtError, SkippedError, Trial, require
 from .environment import LOCAL
@@ -151,7 +151,7 @@ def _state(enabled: EnabledPlugin) -> str:
 
 def _section(cls: type[Plugin]) -> str:
     """Check that an unknown key is rejected. Other mistakes, such as a missing required key, do not matter here."""
-    from forge_train.config.layers import DEFAULT, Value
+    from forge_train.config.tree import DEFAULT, Value
     from forge_train.config.validate import validate
 
     section: Any = cls.Config

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.names import canonical
-from forge_train.config import Request
 from forge_train.contract.events import Finished
 from forge_train.mesh.world import World
 from forge_train.plugin.calls import implemented
 from forge_train.plugin.plugin import Plugin
 from forge_train.registry.discovery import discover, find, is_name, load, plugin_name
-from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.setup import Setup
 from forge_train.run import records
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 
 from ..process import unchanged
 from . import tiny

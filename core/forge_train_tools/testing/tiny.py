@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from forge_train.base.names import base_preset, presets
-from forge_train.config import layers
-from forge_train.config.toml import read
+from forge_train_tools.configuration import request
+from forge_train_tools.configuration.presets import base_preset, presets
+from forge_train_tools.configuration.toml import read
 
 PRESET = "tiny"
 VOCABULARY = 320
@@ -45,7 +45,7 @@ def preset(folder: Path, filled: Iterable[str]) -> Iterator[None]:
         ),
     )
     known = {**presets(), PRESET: file}
-    with patch.object(layers, "presets", lambda: known):
+    with patch.object(request, "presets", lambda: known):
         yield
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_train.base.errors import ConfigError
-from forge_train.config import LENGTHS, Request
-from forge_train.config.layers import lay
+from forge_train.config import LENGTHS
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.mesh.layout import Layout
-from forge_train.registry.axes import one_process
-from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.setup import Setup
+from forge_train_tools.configuration.request import Request, lay, one_process
+from forge_train_tools.configuration.setup import resolve
 
 from ..facts import ROUNDS
 from ..launching.launch import WorkerCommand, check_alone, launch
@@ -78,7 +78,7 @@ def verify_request(request: Request, nproc: int | None, *, steps: int = 5, again
     Raises:
         ForgeError: as `verify` and `verify_against` do.
     """
-    if not {("train", key) for key in LENGTHS} & lay(request).tree.values.keys():
+    if not {("train", key) for key in LENGTHS} & lay(request).values.keys():
         request = dataclasses.replace(request, set=(*request.set, f"train.steps={steps}"))
     if against is not None:
         return verify_against(request, against, steps=steps)

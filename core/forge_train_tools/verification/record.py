@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from forge_train.base.files import write_json
-from forge_train.config import Request
 from forge_train.loop.assembly import prepared
 from forge_train.mesh.world import World
-from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.setup import Setup
 from forge_train.run.run import Run
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 
 from ..facts import ROUNDS
 from .recording import Recording

@@ -58,6 +58,7 @@ class Auto(Plugin):
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
         from forge_train.registry.discovery import find
+        from forge_train_kit.source import Source
 
         if self.config.cache and Path(self.config.cache).expanduser().is_file():
             yield Problem("auto.cache", f"must be a folder; {self.config.cache} is a file.")
@@ -72,7 +73,7 @@ class Auto(Plugin):
             except ConfigError as error:
                 yield Problem("auto.kernels", str(error))
                 continue
-            if "attention_kernel" not in found.hooks or found.object.endswith(":Auto"):
+            if "attention_kernel" not in Source(found).hooks or found.object.endswith(":Auto"):
                 yield Problem("auto.kernels", f"{name!r} is not an attention kernel that auto can choose.")
 
     @hookimpl

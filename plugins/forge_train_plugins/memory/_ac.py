@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from forge_train import ConfigError, Specialisation
+from forge_train import ConfigError
 from forge_train.base.errors import nearest
+from forge_train_kit.specialisation import Specialisation
 
 log = logging.getLogger("forge_train")
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from forge_train import Applied, ConfigError, Specialisation
+from forge_train import Applied, ConfigError
 from forge_train.base.errors import nearest
 from forge_train.base.format import format_list
 from forge_train_kit.model import dtype_borders
+from forge_train_kit.specialisation import Specialisation
 
 if TYPE_CHECKING:
     from forge_train import Job

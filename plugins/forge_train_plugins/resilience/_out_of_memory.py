@@ -12,10 +12,11 @@ import torch
 from forge_train import Finished, ForgeError, Job, Model
 from forge_train.base.failure import phase_of
 from forge_train.base.format import format_bytes
-from forge_train.contract.facts import SAVES
 from forge_train.mesh.tensors import held_bytes, state_of
 from forge_train.registry.discovery import discover
 from forge_train.step.meter import memory_gib
+from forge_train_kit.facts import SAVES
+from forge_train_kit.source import summary
 
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
@@ -120,7 +121,7 @@ class Report:
         enabled = self._job.hooks.enabled
         for found in discover():
             if "activations" in SAVES.read(found) and found.name not in enabled:
-                yield f"--plugins {found.name}: {found.summary}"
+                yield f"--plugins {found.name}: {summary(found)}"
 
     def _about_ranks(self, held: Held) -> Iterator[str]:
         """Spread over ranks what each of them holds."""
@@ -134,7 +135,7 @@ class Report:
         best = max(discover(), key=lambda found: held.share(set(_KEPT) & set(SAVES.read(found))))
         if set(_KEPT) & set(SAVES.read(best)):
             more = f" with several ranks{apart}" if world == 1 else ""
-            yield f"--plugins {best.name}{more}: {best.summary}"
+            yield f"--plugins {best.name}{more}: {summary(best)}"
 
 
 def requested(error: BaseException) -> int | None:

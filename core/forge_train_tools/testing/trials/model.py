@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from forge_train.base.format import format_list
-from forge_train.config.layers import DEFAULT, Value
-from forge_train.config.toml import Key
+from forge_train.config.tree import DEFAULT, Key, Value
 from forge_train.config.validate import validate
 from forge_train.contract.model import Model
 from forge_train.contract.transform import Phase, Transform

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import ConfigError, Specialisation
+from forge_train import ConfigError
 from forge_train.base.format import format_list
 from forge_train.mesh.tensors import local
+from forge_train_kit.specialisation import Specialisation
 from forge_train_plugins.experts.hookspecs import token_dispatch
 
 if TYPE_CHECKING:

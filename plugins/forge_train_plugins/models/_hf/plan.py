@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import Specialisation
 from forge_train.base.format import format_list
 from forge_train_kit.model import Dropout, TensorStyle
+from forge_train_kit.specialisation import Specialisation
 
 log = logging.getLogger("forge_train")
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_train import Applied, ConfigError, Specialisation
+from forge_train import Applied, ConfigError
+from forge_train_kit.specialisation import Specialisation
 
 from . import expected_bytes, plan
 from .collectives import Group

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from forge_train import PluginError, Specialisation
+from forge_train import PluginError
 from forge_train.mesh.tensors import local
 from forge_train_kit.model import TensorStyle
+from forge_train_kit.specialisation import Specialisation
 
 from .collectives import Copy, GatherSequence, GatherWhole, Group, ScatterSequence, Sum, SumEverywhere, TakeShare
 

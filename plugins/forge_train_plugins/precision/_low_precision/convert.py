@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from forge_train import Applied, ConfigError, DivergedError, Specialisation
+from forge_train import Applied, ConfigError, DivergedError
 from forge_train.base.errors import nearest
 from forge_train.base.format import format_list
+from forge_train_kit.specialisation import Specialisation
 
 from .layers import Candidate, NarrowLinear, Product, Rule, candidates, taken
 from .products import Recipe

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from forge_train import ConfigError, Specialisation
+from forge_train import ConfigError
 from forge_train.mesh.tensors import local
+from forge_train_kit.specialisation import Specialisation
 
 from .kernels import ALIGNMENT
 from .products import ALONE, GroupedProduct, LinearProduct, Parallel, Recipe

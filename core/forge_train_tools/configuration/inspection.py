@@ -1,32 +1,44 @@
-"""Checks of a plugin's class before it is used: its methods must be hooks, with matching signatures."""
+"""Checks of a plugin's class before it is used: methods must be hooks with matching signatures, options a section."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ..base.errors import nearest
-from ..base.places import place
-from ..contract.attention import KernelCapabilities
-from ..plugin.calls import EnabledPlugin, implemented
-from ..plugin.plugin import MARK, Plugin
-from ..plugin.specs import HookSpec
-from .discovery import CONTRIB, DISTRIBUTION
+from forge_train.base.errors import PluginError, describe, nearest
+from forge_train.base.format import place
+from forge_train.config.schema import no_toml
+from forge_train.contract.attention import KernelCapabilities
+from forge_train.plugin.calls import EnabledPlugin, implemented
+from forge_train.plugin.plugin import MARK, Plugin
+from forge_train.plugin.specs import HookSpec
+from forge_train.registry.discovery import CONTRIB, DISTRIBUTION
+
+from .facts import Facts
 
 Specs = Mapping[str, HookSpec[..., Any]]
 _NO_METHODS = (property, functools.cached_property, functools.partial)
 
 
-def check_hooks(enabled: EnabledPlugin, specs: Specs, mistakes: list[str]) -> None:
-    """Add what is wrong with a plugin's hooks, and with what its class says of itself."""
-    forgotten = undecorated(enabled, specs)
-    mistakes += forgotten
-    if implemented(enabled.cls) or not forgotten:
-        mistakes += unknown(enabled, specs)
-    mistakes += [*misfits(enabled, specs), *malformed(enabled, specs), *halved(enabled), *_constructor(enabled)]
+def inspector() -> Callable[[EnabledPlugin], list[str]]:
+    """A function that gives the mistakes in a plugin's hooks, in its section, and in what its class says of itself."""
+    facts = Facts()
+
+    def mistakes(enabled: EnabledPlugin) -> list[str]:
+        specs = enabled.specs
+        found = undecorated(enabled, specs)
+        if implemented(enabled.cls) or not found:
+            found += unknown(enabled, specs)
+        found += [*misfits(enabled, specs), *malformed(enabled, specs), *halved(enabled), *_constructor(enabled)]
+        return [*found, *_section(enabled), *facts.problems(enabled)]
+
+    return mistakes
 
 
 def unknown(enabled: EnabledPlugin, specs: Specs) -> list[str]:
@@ -159,3 +171,48 @@ def _misfits(cls: type[Plugin], spec: HookSpec[..., Any]) -> Iterator[str]:
 def _nearest_first(name: str, valid: list[str]) -> str:
     ranked = sorted(valid, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
     return ", ".join(ranked)
+
+
+def _section(enabled: EnabledPlugin) -> list[str]:
+    try:
+        check_section(enabled.cls.Config)
+    except Exception as error:  # whatever a stranger wrote there
+        reason = str(error) if isinstance(error, PluginError) else describe(error)
+        return [f"Plugin {enabled.ref.label}: its Config is not a section: {reason}."]
+    return []
+
+
+_VALUES = (bool, int, float, str, type(None), Path, Any, tuple, list, dict, Mapping, Sequence)
+"""Types of which a TOML value is one, or can be read as one and written again."""
+
+
+def check_section(cls: Any) -> None:
+    """Check that a class, and every class inside it, is a section with options that TOML can express.
+
+    Raises:
+        PluginError: if one is not.
+    """
+    if not dataclasses.is_dataclass(cls) or "__pydantic_config__" not in vars(cls):
+        raise _no_section(cls)
+    for name, annotation in typing.get_type_hints(cls).items():
+        for kind in _classes(annotation):
+            if dataclasses.is_dataclass(kind):
+                check_section(kind)
+            elif kind not in _VALUES:
+                raise no_toml(typing.cast(type, cls), f" ({name}: {kind.__qualname__})")
+
+
+def _classes(annotation: Any) -> Iterator[type]:
+    """Yield the classes that make up a type."""
+    if typing.get_origin(annotation) in (typing.Literal, typing.ClassVar):
+        return
+    for inner in typing.get_args(annotation):
+        yield from _classes(inner)
+    if isinstance(annotation, type) and typing.get_origin(annotation) is None:
+        yield annotation
+
+
+def _no_section(cls: Any) -> PluginError:
+    return PluginError(
+        f"class {getattr(cls, '__qualname__', cls)} ({place(cls)}) lacks @section; write @section above it"
+    )

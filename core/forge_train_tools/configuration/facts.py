@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import inspect
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from ..base.errors import ConfigError, describe, nearest
-from ..base.names import import_module, locate, split
-from ..base.places import class_node, key_place, place
-from ..contract.facts import Fact, facts_in, stated
-from ..plugin.calls import EnabledPlugin
-from .discovery import DISTRIBUTION, identity
+from forge_train.base.errors import ConfigError, describe, nearest
+from forge_train.base.format import place, shown
+from forge_train.base.names import import_module, locate
+from forge_train.plugin.calls import EnabledPlugin
+from forge_train.registry.discovery import DISTRIBUTION, identity
+from forge_train_kit.facts import Fact, facts_in, stated
+from forge_train_kit.source import Source
 
 GROUP = "forge_train.facts"
 
@@ -61,7 +65,7 @@ class Facts:
             except ConfigError as error:
                 problem = f": {error}"
             if problem:
-                yield f"Plugin {enabled.ref.label}: fact {name!r} ({key_place(home, name)}){problem}"
+                yield f"Plugin {enabled.ref.label}: fact {name!r} ({_key_place(home, name)}){problem}"
 
     def _problem(self, enabled: EnabledPlugin, name: str, value: object) -> str:
         own = facts_in(sys.modules.get(enabled.cls.__module__, object()))
@@ -73,9 +77,8 @@ class Facts:
             return f" is declared by no installed tool.{nearest(name, [*own, *self.all()])}"
         if not fact.fits(value):
             return f" must be {fact.described}, found {value!r}."
-        ref = enabled.ref
-        written = ref.fact(name)
-        if fact.literal and written != value and class_node(ref.file, split(ref.object)[1], name):
+        source = Source(enabled.ref)
+        if fact.literal and source.fact(name) != value and source.node(name):
             return f" is read from the source: write its value out in class {enabled.cls.__qualname__}, as a literal."
         return ""
 
@@ -96,3 +99,15 @@ def _load(module: str, label: str) -> dict[str, Fact[Any]]:
         return facts_in(import_module(module))
     except (Exception, SystemExit) as error:  # whatever a stranger's module does while it is imported
         raise ConfigError(f"the facts of {label} failed to import ({module}): {describe(error)}.") from error
+
+
+def _key_place(cls: type, key: str) -> str:
+    """`file:line` of a string in the source of a class, or of the class where it is not written out."""
+    try:
+        lines, first = inspect.getsourcelines(cls)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+        file = inspect.getsourcefile(cls) or "?"
+    except (OSError, TypeError, SyntaxError):
+        return place(cls)
+    found = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == key]
+    return shown(file, first + found[0] - 1) if found else place(cls)

@@ -8,33 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import ConfigError
-from .lock import Lock, take
+from forge_train.base.errors import ConfigError
+from forge_train.base.files import check_new
+from forge_train.base.lock import Lock, take
 
 log = logging.getLogger("forge_train")
 WAIT = 0.2
 """Seconds between two looks whether another process has ended."""
-
-
-def check_new(target: Path) -> None:
-    """Check that nothing is lost if a folder takes this name.
-
-    Args:
-        target: a path that doesn't exist yet, an empty folder, or a link to one.
-
-    Raises:
-        ConfigError: saying what is there.
-    """
-    if not target.exists():
-        if target.is_symlink():
-            raise ConfigError(f"{target} is a link to {target.readlink()}, which does not exist; name a new folder.")
-        return
-    if not target.is_dir():
-        raise ConfigError(f"{target} is {'a file' if target.is_file() else 'no folder'}; name a new folder.")
-    if any(target.iterdir()):
-        raise ConfigError(f"{target} exists and is not empty; name a new folder.")
-    if not target.name:
-        raise ConfigError(f"{target} is the current folder; name a new folder.")
 
 
 @contextmanager

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..base.errors import ConfigError, describe
-
-Key = tuple[str, ...]
+from forge_train.base.errors import ConfigError, describe
+from forge_train.config.tree import Key
 
 _HEADER = re.compile(r"\s*+(\[\[?)\s*+(?P<key>[^\]]*?[^\]\s])\s*+\]\]?\s*(#.*)?$")
 _ASSIGNMENT = re.compile(r"""\s*(?P<key>(?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")

@@ -1,0 +1,98 @@
+"""From a user's request to a run that could start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from forge_train.base.errors import ConfigError
+from forge_train.base.failure import during
+from forge_train.base.names import canonical, is_file, split
+from forge_train.config.tree import Origin, Tree, Value
+from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
+from forge_train.registry.setup import Setup, make_setup
+
+from .inspection import inspector
+from .request import Request, UnknownPresetError, lay, prefer_epochs
+
+
+@during("configure")
+def resolve(
+    request: Request,
+    *,
+    world: int = 1,
+    training: bool = True,
+    data: bool = True,
+    opened: bool = False,
+    measured: bool = True,
+) -> Setup:
+    """Read, check and freeze everything that can be known without torch, and the steps of a run's epochs.
+
+    Args:
+        request: the user's request.
+        world: see `make_setup` for this and the others.
+        training: for a run that is to train.
+        data: to train here and now.
+        opened: only to look at the model.
+        measured: with the data opened, if that is needed to count steps.
+
+    Raises:
+        ConfigError: with every mistake that could be found, one a line.
+    """
+    try:
+        tree = lay(request)
+    except UnknownPresetError as error:
+        if canonical(error.name) not in {found.name for found in discover()}:
+            raise
+        raise ConfigError(f"{error} It is a plugin: use --plugins {error.name}.") from None
+    prefer_epochs(tree)
+    if request.foreign:
+        _refuse_code(tree, request)
+    origin = Origin("file", request.sections_from)
+    return make_setup(
+        tree,
+        plugins=request.plugins,
+        without=request.without,
+        brought=[(name, origin) for name in request.brought],
+        inspect=inspector(),
+        world=world,
+        training=training,
+        data=data,
+        opened=opened,
+        measured=measured,
+    )
+
+
+def _refuse_code(tree: Tree, request: Request) -> None:
+    """Take out of a configuration what would run code that came with its folder, and note each as a mistake."""
+    folder = Path(request.foreign).resolve()
+    asked = tree.values.get(("plugins",))
+    if asked is not None and isinstance(asked.value, list) and asked.origin.kind in ("file", "preset"):
+        refused = [spec for spec in asked.value if _came_with(folder, spec, asked.origin, request)]
+        tree.values["plugins",] = Value([spec for spec in asked.value if spec not in refused], asked.origin)
+        tree.mistakes += [_refusal(asked.origin, spec) for spec in refused]
+    mapped = tree.values.get(("train", "init_map"))
+    if mapped is not None and mapped.origin.kind == "file" and is_file(str(mapped.value)):
+        file = Path(split(str(mapped.value))[0])
+        if not file.is_absolute() or file.resolve().is_relative_to(folder):
+            tree.mistakes.append(_refusal(mapped.origin, str(mapped.value)))
+
+
+def _came_with(folder: Path, spec: Any, origin: Origin, request: Request) -> bool:
+    """Return True if a plugin is inside a folder, or is named relative to the folder's configuration."""
+    if not isinstance(spec, str) or is_name(spec) or plugin_name(spec) in map(canonical, request.without):
+        return False
+    if is_file(spec) and not Path(split(spec)[0]).is_absolute():
+        return True
+    try:
+        file = (in_file(spec, origin.folder) if is_file(spec) else dotted(spec)).file
+    except (ConfigError, ValueError):  # reported as the plugin is looked for
+        return False
+    return file is not None and file.resolve().is_relative_to(folder)
+
+
+def _refusal(where: Origin, spec: str) -> str:
+    return (
+        f"{where}: {spec!r} came with this folder, and no code of it is run. If you trust that file, put it "
+        "elsewhere and name it here by its absolute path."
+    )

@@ -1,0 +1,68 @@
+"""The kernel trains without everything that is built on it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from forge_train import ConfigError
+from forge_train.config.tree import Tree
+from forge_train.registry.setup import make_setup
+
+ROOT = Path(__file__).parents[2]
+OTHERS = ("forge_train_kit", "forge_train_tools", "forge_train_plugins", "forge_train_cli", "forge_train_contrib")
+LONGEST = 10
+"""Lines of the script, without blank lines and its docstring."""
+
+DRIVER = """
+import importlib.util, pkgutil, runpy, sys
+sys.path[:0] = [sys.argv[1], *sys.argv[4:]]
+assert not [name for name in sys.argv[3].split() if importlib.util.find_spec(name)], "more than the kernel is there"
+import forge_train
+for module in pkgutil.walk_packages(forge_train.__path__, "forge_train."):
+    importlib.import_module(module.name)
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree in which only the kernel is left."""
+    root = tmp_path_factory.mktemp("kernel")
+    shutil.copytree(ROOT / "core/forge_train", root / "forge_train", ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def test_a_script_of_ten_lines_trains_with_the_kernel_alone(kernel: Path, tmp_path: Path) -> None:
+    example = shutil.copytree(ROOT / "examples/kernel", tmp_path / "example")
+    script = example / "train.py"
+    libraries = [sysconfig.get_path("purelib"), *site.getsitepackages()]
+    # Neither the paths of an editable install (-S) nor those of the environment (-E) lead back to the others.
+    command = [sys.executable, "-S", "-E", "-c", DRIVER, str(kernel), str(script), " ".join(OTHERS), *libraries]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout.splitlines()[-1]) < 0.5, ended.stdout
+    (run,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "outcome.json").read_text(encoding="utf-8"))["outcome"] == "done"
+    assert (run / "checkpoints/latest").is_file()
+
+
+def test_the_script_has_ten_lines() -> None:
+    lines = (ROOT / "examples/kernel/train.py").read_text(encoding="utf-8").split('"""', 2)[2].splitlines()
+    assert len([line for line in lines if line.strip()]) <= LONGEST
+
+
+def test_a_mistake_in_a_dictionary_of_sections() -> None:
+    toy = str(ROOT / "examples/kernel/toy.py")
+    with pytest.raises(ConfigError) as caught:
+        make_setup(Tree.of({"train": {"stepz": 3}, "tray": {"x": 1}, "log": {"every": 0}}), plugins=[toy])
+    assert "python: there is no section [tray]. Did you mean 'train'?" in str(caught.value)
+    assert "python: train.stepz: there is no such key. Did you mean 'steps'?" in str(caught.value)
+    assert "python: log.every: expected a number greater than 0, found 0." in str(caught.value)
