@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from forge_train.config.schema import Ge, Gt, section
+from forge_train.config.schema import Ge, Gt, Lt, section
 
-__all__ = ["ParameterGroup", "StateDtype", "StateDtypes"]
+__all__ = ["Beta", "OptimizerSection", "ParameterGroup", "StateDtype", "StateDtypes"]
+
+Beta = Annotated[float, Ge(0), Lt(1)]
+"""Decay of a running mean."""
 
 StateDtype = Literal["fp32", "bf16", "8bit", "4bit"]
 """`8bit` and `4bit` as in the names of bitsandbytes and torchao (`AdamW8bit`): codes of a table are no integers."""
@@ -36,3 +39,19 @@ class ParameterGroup:
     """Factor on the learning rate, at every step of the schedule."""
     weight_decay: Annotated[float, Ge(0)] | None = None
     """Of all that match, vectors included; without it, they decay as they would without the group."""
+
+
+@section
+class OptimizerSection:
+    """Options of every optimizer whose groups come from `decay_groups` and whose state from `narrowed`."""
+
+    lr: Annotated[float, Gt(0)] = 3e-4
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Of matrices; norms and biases do not decay."""
+    decay_embeddings: bool = False
+    """Decay the embedding too, which shrinks rows of rare tokens between their occurrences."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters by pattern, with a learning rate or a decay of their own."""
+    state: StateDtypes = StateDtypes()
+    """Dtypes of the state, and masters."""

@@ -10,6 +10,7 @@ from .matrices import fused_rows, hidden_matrices
 from .matrix_optimizer import MatrixOptimizer
 from .narrow_state import NarrowState, narrowed
 from .update_rule import Kept, UpdateRule
+from .updating import UpdatingOptimizer
 
 __all__ = [
     "AtRest",
@@ -17,6 +18,7 @@ __all__ = [
     "MatrixOptimizer",
     "NarrowState",
     "UpdateRule",
+    "UpdatingOptimizer",
     "at_rest",
     "decay_groups",
     "decays",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .exchange import Message, Piece, Traffic, group_of
 from .matrices import Box, Matrix, matrices_of, regions, sharded_axes, stacked
 from .owners import batches, exchanges, split_local
 from .update_rule import UpdateRule, state_beside, state_piece
+from .updating import UpdatingOptimizer
 
 
 @dataclass
@@ -31,7 +32,7 @@ class _Held:
     """The key of the random bits for rounding."""
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+class MatrixOptimizer(UpdatingOptimizer):
     """Momentum, decoupled weight decay and a rule over full matrices:
 
     m ← β m + (1 − β) g;  u = rule((1 − β) g + β m, or m);  θ ← θ − lr λ θ − lr factor u
@@ -102,16 +103,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         parameter: Any = self._parameters[first.parameter]
         return parameter.device_mesh, sharded_axes(parameter)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
         self._held = [held for group in self.param_groups[: self._count] for held in self._hold(group)]
         for index, held in enumerate(self._held):
             for name in self.rule.keeps if held.gradient is not None else ():
@@ -128,7 +120,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._rest is not None:
             self._rest.param_groups, self._rest.state = self.param_groups[self._count :], self.state
             self._rest.step()
-        return loss
 
     def _hold(self, group: Mapping[str, Any]) -> Iterator[_Held]:
         """The parameters of a group in this step."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from forge_train_kit.sections import StateDtypes
 
 from .at_rest import MASTER, AtRest, at_rest
 from .stochastic import rounded
+from .updating import UpdatingOptimizer
 
 if TYPE_CHECKING:
     from forge_train.contract.model import Model
@@ -53,7 +54,7 @@ def narrowed(
     return optimizer
 
 
-class NarrowState(torch.optim.Optimizer):
+class NarrowState(UpdatingOptimizer):
     """Takes another optimizer's steps in fp32, for a few parameters at a time.
 
     Between steps, everything is narrow (`AtRest`): tensors of the state are rounded stochastically, and bf16
@@ -67,20 +68,10 @@ class NarrowState(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         return self.at_rest.opened(super().state_dict(), self.param_groups)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
         for group in self.param_groups:
             for parameters in _few([p for p in group["params"] if p.grad is not None]):
                 self._step(parameters, group)
-        return loss
 
     def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         wide = {parameter: self._widened(parameter) for parameter in parameters}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from forge_train_kit.optim import UpdatingOptimizer
 
-class SignMomentum(torch.optim.Optimizer):
+
+class SignMomentum(UpdatingOptimizer):
     """Lion (arXiv:2302.06675, algorithm 2), with decoupled weight decay λ:
 
     c = β₁ m + (1 − β₁) g;  θ ← θ − lr (sign(c) + λ θ);  m ← β₂ m + (1 − β₂) g
@@ -25,16 +27,7 @@ class SignMomentum(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             weights = [p for p in group["params"] if p.grad is not None]
@@ -47,7 +40,6 @@ class SignMomentum(torch.optim.Optimizer):
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
             torch._foreach_add_(weights, updates, alpha=-lr)
             torch._foreach_lerp_(momenta, gradients, 1 - beta2)
-        return loss
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

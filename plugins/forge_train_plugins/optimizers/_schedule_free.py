@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from forge_train_kit.optim import UpdatingOptimizer
 
-class ScheduleFreeAdamW(torch.optim.Optimizer):
+
+class ScheduleFreeAdamW(UpdatingOptimizer):
     """Schedule-free AdamW (arXiv:2405.15682, algorithm 1). The parameters hold y, where gradients are taken:
 
     v ← β₂ v + (1 − β₂) g²;  d = g / (√(v / (1 − β₂ᵗ)) + ε) + λ y;  c = lr² / Σ lr²
@@ -31,16 +33,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
         for group in self.param_groups:
             alike: dict[tuple[int, float], list[Tensor]] = {}
             for parameter in group["params"]:
@@ -49,7 +42,6 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
                     alike.setdefault((state["step"], state["weight"]), []).append(parameter)
             for (step, weight), parameters in alike.items():
                 self._update(parameters, step + 1, weight, group)
-        return loss
 
     def _update(self, y: list[Tensor], step: int, weight: float, group: dict[str, Any]) -> None:
         """Of parameters that have taken as many steps, of the same sizes."""

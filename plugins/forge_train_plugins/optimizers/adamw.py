@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train import Ge, Gt, Lt, Plugin, hookimpl, section
-from forge_train_kit.sections import ParameterGroup, StateDtypes
+from forge_train import Gt, Plugin, hookimpl, section
+from forge_train_kit.sections import Beta, OptimizerSection
 
 if TYPE_CHECKING:
     import torch
 
     from forge_train import Job, Model
-
-Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 class AdamW(Plugin):
@@ -22,21 +20,11 @@ class AdamW(Plugin):
     facts = {"plan.per_unit": True}
 
     @section
-    class Config:
-        lr: Annotated[float, Gt(0)] = 3e-4
-        """Peak learning rate."""
+    class Config(OptimizerSection):
         betas: tuple[Beta, Beta] = (0.9, 0.95)
         """Decay of the running means of the gradient and of its square."""
         eps: Annotated[float, Gt(0)] = 1e-8
         """Added to the root of the second."""
-        weight_decay: Annotated[float, Ge(0)] = 0.1
-        """Of matrices; norms and biases do not decay."""
-        decay_embeddings: bool = False
-        """Decay the embedding too, which shrinks rows of rare tokens between their occurrences."""
-        groups: tuple[ParameterGroup, ...] = ()
-        """Parameters by pattern, with a learning rate or a decay of their own."""
-        state: StateDtypes = StateDtypes()
-        """Dtypes of the state, and masters."""
 
     config: Config
 

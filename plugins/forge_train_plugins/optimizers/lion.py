@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train import Ge, Gt, Lt, Plugin, hookimpl, section
-from forge_train_kit.sections import ParameterGroup, StateDtypes
+from forge_train import Ge, Gt, Plugin, hookimpl, section
+from forge_train_kit.sections import Beta, OptimizerSection
 
 if TYPE_CHECKING:
     import torch
 
     from forge_train import Job, Model
-
-Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 class Lion(Plugin):
@@ -22,19 +20,13 @@ class Lion(Plugin):
     facts = {"plan.per_unit": True}
 
     @section
-    class Config:
+    class Config(OptimizerSection):
         lr: Annotated[float, Gt(0)] = 1e-4
         """Peak learning rate: every weight moves by just this much; a third to a tenth of Adam's."""
         betas: tuple[Beta, Beta] = (0.9, 0.99)
         """Share of the momentum in the update, and decay of the momentum."""
         weight_decay: Annotated[float, Ge(0)] = 0.1
         """Of matrices; norms and biases do not decay. With a smaller lr it takes a larger one."""
-        decay_embeddings: bool = False
-        """Decay the embedding too."""
-        groups: tuple[ParameterGroup, ...] = ()
-        """Parameters by pattern, with a learning rate or a decay of their own."""
-        state: StateDtypes = StateDtypes()
-        """Dtypes of the state, and masters."""
 
     config: Config
 

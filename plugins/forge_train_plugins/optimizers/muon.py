@@ -6,15 +6,13 @@ import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import ConfigError, Ge, Gt, Le, Lt, Plugin, hookimpl, section
-from forge_train_kit.sections import ParameterGroup, StateDtypes
+from forge_train import ConfigError, Ge, Gt, Le, Plugin, hookimpl, section
+from forge_train_kit.sections import Beta, ParameterGroup, StateDtypes
 
 if TYPE_CHECKING:
     import torch
 
     from forge_train import Job, Model
-
-Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 @section

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train import EvaluatedWeights, Ge, Gt, Lt, Plugin, Problem, Schedule, Span, SpanName, hookimpl, section
-from forge_train_kit.sections import ParameterGroup, StateDtypes
+from forge_train_kit.sections import Beta, OptimizerSection
 
 if TYPE_CHECKING:
     import torch
@@ -26,23 +26,17 @@ class ScheduleFree(Plugin):
     facts = {"plan.per_unit": True}
 
     @section
-    class Config:
+    class Config(OptimizerSection):
         lr: Annotated[float, Gt(0)] = 2.5e-3
         """Learning rate after the warm-up; one to ten times AdamW's."""
         warmup: Annotated[int, Ge(0)] = 0
         """Steps over which the learning rate rises. It then stays: this plugin is its own `lr_schedule`."""
-        betas: tuple[Annotated[float, Gt(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
+        betas: tuple[Annotated[float, Gt(0), Lt(1)], Beta] = (0.9, 0.999)
         """Share of the average in the point that is trained, and decay of the running mean of squares."""
         eps: Annotated[float, Gt(0)] = 1e-8
         """Added to the root of the mean of squares."""
         weight_decay: Annotated[float, Ge(0)] = 0.1
         """Of matrices, at the point that is trained; norms and biases do not decay."""
-        decay_embeddings: bool = False
-        """Decay the embedding too."""
-        groups: tuple[ParameterGroup, ...] = ()
-        """Parameters by pattern, with a learning rate or a decay of their own."""
-        state: StateDtypes = StateDtypes()
-        """Dtypes of the state, and masters."""
 
     config: Config
 

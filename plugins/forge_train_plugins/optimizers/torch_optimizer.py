@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train import ConfigError, Ge, Gt, Plugin, Problem, hookimpl, section
-from forge_train_kit.sections import ParameterGroup, StateDtypes
+from forge_train_kit.sections import OptimizerSection, StateDtypes
 
 if TYPE_CHECKING:
     import torch
@@ -49,19 +49,15 @@ class TorchOptimizer(Plugin):
     facts = {"check.example": ("torch_optimizer.name=torch.optim:NAdam", "torch_optimizer.options.momentum_decay=0.01")}
 
     @section
-    class Config:
+    class Config(OptimizerSection):
         name: str
         """`module:Class`, such as `torch.optim:RAdam`."""
         lr: Annotated[float, Gt(0)] = 1e-3
         """Peak learning rate."""
         weight_decay: Annotated[float, Ge(0)] = 0.0
         """Of matrices, in the way of the class; norms and biases do not decay."""
-        decay_embeddings: bool = False
-        """Decay the embedding too."""
         options: Mapping[str, Any] = field(default_factory=dict)
         """The other arguments of the class: `{ momentum = 0.9, nesterov = true }`."""
-        groups: tuple[ParameterGroup, ...] = ()
-        """Parameters by pattern, with a learning rate or a decay of their own."""
         state: StateDtypes = StateDtypes()
         """Dtypes of the state, and masters: of Adam, AdamW, Adamax, NAdam, RAdam, RMSprop and SGD of `torch.optim`."""
 
