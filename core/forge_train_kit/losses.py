@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, cast
 
+from forge_train.base import ScopedValue
 from forge_train.base.errors import ConfigError
 from forge_train.contract.batch import MASKED
 from forge_train.contract.protocols import Scalar
@@ -30,7 +31,7 @@ LABEL_WEIGHTS = "label_weights"
 
 Listener = Callable[["Batch", "Tensor"], None]
 
-_listeners: tuple[Listener, ...] = ()
+_listeners: ScopedValue[tuple[Listener, ...]] = ScopedValue(())
 
 
 class LossFunction(Protocol):
@@ -77,24 +78,18 @@ def batch_loss(function: LossFunction, hidden: Tensor, head: nn.Module, batch: B
         if weighted is None:
             raise ConfigError("The loss plugin can't weigh labels, and the data has weights other than 0 and 1.")
         loss, rows = weighted(hidden, head, batch.labels, weights)
-    elif not _listeners or by_row is None:
+    elif not _listeners.value or by_row is None:
         return function(hidden, head, batch.labels)
     else:
         loss, rows = by_row(hidden, head, batch.labels)
-    for listener in _listeners:
+    for listener in _listeners.value:
         listener(batch, rows)
     return cast("Tensor", loss)
 
 
-@contextmanager
-def losses_told_to(listener: Listener) -> Iterator[None]:
+def losses_told_to(listener: Listener) -> AbstractContextManager[None]:
     """Tell each batch of the block, and the summed loss of each of its sequences, `[batch]`.
 
     The listener reads no value on the host. It hears of tasks that use `batch_loss`, with a loss that is `RowLosses`.
     """
-    global _listeners  # noqa: PLW0603  # a step has one, as it has one scale of attached losses
-    before, _listeners = _listeners, (*_listeners, listener)
-    try:
-        yield
-    finally:
-        _listeners = before
+    return _listeners.set_to((*_listeners.value, listener))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
 
 
 def lazy_names(
@@ -30,3 +33,22 @@ def lazy_names(
         return value
 
     return where, get, lambda: sorted({*vars(sys.modules[package]), *where})
+
+
+class ScopedValue(Generic[_T]):
+    """A global value that a block sets and restores.
+
+    Not a context variable: recompute and backward passes run in autograd's own threads, which would not see it.
+    """
+
+    def __init__(self, value: _T) -> None:
+        self.value = value
+
+    @contextmanager
+    def set_to(self, value: _T) -> Iterator[None]:
+        """Set the value while the block lasts."""
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# A module global, not a context variable: recompute runs forwards in autograd's own threads.
-_scale: Tensor | float = 1.0
+from ..base import ScopedValue
+
+_scale: ScopedValue[Tensor | float] = ScopedValue(1.0)
 
 
-@contextmanager
-def loss_scaling(scale: Tensor | float) -> Iterator[None]:
+def loss_scaling(scale: Tensor | float) -> AbstractContextManager[None]:
     """Set the factor under which the losses of this step enter the gradients."""
-    global _scale  # noqa: PLW0603  # see above
-    before, _scale = _scale, scale
-    try:
-        yield
-    finally:
-        _scale = before
+    return _scale.set_to(scale)
 
 
 class _Attach(torch.autograd.Function):
@@ -50,4 +44,4 @@ def attach_loss(x: Tensor, value: Tensor) -> Tensor:
         x: any tensor on the way to the loss.
         value: 0-dim; what it is computed from gets its gradient. The logged loss does not include it.
     """
-    return _Attach.apply(x, value, _scale)  # type: ignore[no-any-return,no-untyped-call]
+    return _Attach.apply(x, value, _scale.value)  # type: ignore[no-any-return,no-untyped-call]

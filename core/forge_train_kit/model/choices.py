@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
+
+from forge_train.base import ScopedValue
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -13,8 +15,7 @@ Made = Callable[[], "tuple[Tensor, Tensor]"]
 Among = Literal["alternatives", "tokens"]
 Listener = Callable[["nn.Module", str, Made, Among], None]
 
-# A module global, not a context variable: recompute runs forwards in autograd's own threads.
-_listener: Listener | None = None
+_listener: ScopedValue[Listener | None] = ScopedValue(None)
 
 
 def record_choices(module: nn.Module, what: str, made: Made, *, among: Among = "alternatives") -> None:
@@ -31,16 +32,10 @@ def record_choices(module: nn.Module, what: str, made: Made, *, among: Among = "
             the same shape, what was taken. Tokens come sequence by sequence.
         among: each token chooses among alternatives, or each alternative among the tokens.
     """
-    if _listener is not None:
-        _listener(module, what, made, among)
+    if (listener := _listener.value) is not None:
+        listener(module, what, made, among)
 
 
-@contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
-    """Have choices told to a listener while the block lasts."""
-    global _listener  # noqa: PLW0603  # see above
-    before, _listener = _listener, listener
-    try:
-        yield
-    finally:
-        _listener = before
+def heard_by(listener: Listener) -> AbstractContextManager[None]:
+    """Pass choices to a listener while the block lasts."""
+    return _listener.set_to(listener)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Literal
+
+from forge_train.base import ScopedValue
 
 Wanted = Literal["both", "input", "weight"]
 
-# A module global, not a context variable: backward passes run in autograd's own threads.
-_wanted: Wanted = "both"
+_wanted: ScopedValue[Wanted] = ScopedValue("both")
 
 
 def wanted_gradients() -> Wanted:
@@ -19,15 +19,9 @@ def wanted_gradients() -> Wanted:
     operands in either (pytorch issue 174017): a function that does not check this computes each gradient twice. It may
     return None for the other gradient.
     """
-    return _wanted
+    return _wanted.value
 
 
-@contextmanager
-def only_gradients(wanted: Wanted) -> Iterator[None]:
+def only_gradients(wanted: Wanted) -> AbstractContextManager[None]:
     """An executor's half of a backward pass."""
-    global _wanted  # noqa: PLW0603  # see above
-    before, _wanted = _wanted, wanted
-    try:
-        yield
-    finally:
-        _wanted = before
+    return _wanted.set_to(wanted)
