@@ -137,6 +137,17 @@ def test_the_architecture_page_has_every_room_of_the_kernel() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == folders | {"engine"}
 
 
+def test_every_option_is_described() -> None:
+    pages = [*(DOCS / "plugins").glob("*.md"), DOCS / "configuration.md"]
+    bare = {
+        f"{file.name}: {row}"
+        for file in pages
+        for row in file.read_text(encoding="utf-8").splitlines()
+        if re.fullmatch(r"\| `.*\|  \|", row)
+    }
+    assert not bare
+
+
 def test_the_architecture_page_stays_a_story_and_a_map() -> None:
     assert len((DOCS / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 150
 

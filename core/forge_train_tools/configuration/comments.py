@@ -68,9 +68,14 @@ def _annotated(text: str, beside: Mapping[Key, str], above: Mapping[Key, str] = 
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """Field → the string literal that stands below it in the source, or, in a class made at run time, its `docs`."""
-    if "docs" in vars(section):
-        return {**field_docs(section.__bases__[0]), **vars(section)["docs"]}
+    """Field → the string literal that stands below it in the source, of the class and its bases."""
+    return {name: text for cls in reversed(section.__mro__) for name, text in _own_docs(cls).items()}
+
+
+def _own_docs(section: type) -> dict[str, str]:
+    if "docs" in vars(section):  # a class made at run time has no source
+        docs: dict[str, str] = vars(section)["docs"]
+        return docs
     try:
         source = textwrap.dedent(inspect.getsource(section))
     except (OSError, TypeError):

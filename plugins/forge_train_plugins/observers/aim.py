@@ -26,6 +26,7 @@ class Aim(Tracker):
         repo: Annotated[str, Volatile()] = ""
         """Folder or server of the repository; empty for `.aim` beside the runs."""
         experiment: Annotated[str, Volatile()] = "forge"
+        """The experiment that the run belongs to."""
 
     config: Config
 

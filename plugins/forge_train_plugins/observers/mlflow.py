@@ -30,6 +30,7 @@ class MLflow(Tracker):
         uri: Annotated[str, Volatile()] = ""
         """Of the server or the database; empty for MLFLOW_TRACKING_URI, or else for `mlflow.db` beside the runs."""
         experiment: Annotated[str, Volatile()] = "forge"
+        """The experiment that the run belongs to."""
         artifacts: Annotated[bool, Volatile()] = False
         """Also send files that plugins record on the main rank."""
 

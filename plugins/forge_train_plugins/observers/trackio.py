@@ -30,6 +30,7 @@ class Trackio(Tracker):
     @section
     class Config:
         project: Annotated[str, Volatile()] = "forge"
+        """The project that the run belongs to."""
         artifacts: Annotated[bool, Volatile()] = False
         """Also send files that plugins record on the main rank."""
 

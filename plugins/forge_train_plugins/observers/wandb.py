@@ -28,7 +28,9 @@ class WandB(Tracker):
     @section
     class Config:
         project: Annotated[str, Volatile()] = "forge"
+        """The project that the run belongs to."""
         mode: Annotated[Literal["online", "offline"], Volatile()] = "online"
+        """`offline` keeps the run on disk, for `wandb sync`."""
         artifacts: Annotated[bool, Volatile()] = False
         """Also send files that plugins record on the main rank."""
 
