@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .contract.batch import Batch as Batch
     from .contract.batch import BatchPhase as BatchPhase
     from .contract.batch import CurrentStep as CurrentStep
+    from .contract.batch import MicroBatch as MicroBatch
     from .contract.batch import Preparation as Preparation
     from .contract.batch import PrepareBatch as PrepareBatch
     from .contract.batch import PrepareStep as PrepareStep
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
     from .contract.events import LogRecord as LogRecord
     from .contract.events import StepResult as StepResult
     from .contract.events import Update as Update
-    from .contract.extra import ExtraModel as ExtraModel
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
+    from .contract.model import ExtraModel as ExtraModel
     from .contract.model import Init as Init
     from .contract.model import InitialWeights as InitialWeights
     from .contract.model import Model as Model
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from .contract.protocols import Task as Task
     from .contract.protocols import Tokenizer as Tokenizer
     from .contract.transform import Applied as Applied
-    from .contract.transform import MicroBatch as MicroBatch
     from .contract.transform import Phase as Phase
     from .contract.transform import Transform as Transform
     from .contract.transform import swap as swap
@@ -78,18 +78,17 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "config.schema": "FilePath Ge Gt Le Lt Volatile section",
         "contract.attention": "KernelCapabilities",
         "contract.auxiliary": "attach_loss",
-        "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
+        "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED MicroBatch Preparation PrepareBatch PrepareStep",
         "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
-        "contract.extra": "ExtraModel",
         "mesh.axes": "Axis",
         "plugin.job": "Job",
         "contract.metric": "Bins Metric",
-        "contract.model": "Init InitialWeights Model",
+        "contract.model": "ExtraModel Init InitialWeights Model",
         "plugin.plugin": "Plugin hookimpl",
         "contract.protocols": "CheckpointCopies EvaluatedWeights Evaluator Executor"
         " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
         "plugin.specs": "HookSpec hookspec",
-        "contract.transform": "Applied MicroBatch Phase Transform swap",
+        "contract.transform": "Applied Phase Transform swap",
         "base.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
         "base.failure": "Failure",
     },

@@ -14,8 +14,7 @@ from torch import nn
 from ..base.errors import ConfigError, ForgeError, PluginError, locate
 from ..base.failure import during
 from ..base.format import format_list, place
-from ..contract.extra import Extra, ExtraModel
-from ..contract.model import Init, Model
+from ..contract.model import Extra, ExtraModel, Init, Model
 from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
 from ..plugin.calls import EnabledPlugin, plugin_note, without
 from ..plugin.job import Job

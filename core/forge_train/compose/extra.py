@@ -11,7 +11,7 @@ from ..base.errors import ConfigError, nearest
 from ..config import Config
 from ..config.tree import DEFAULT, Key, Value
 from ..config.validate import plain, validate
-from ..contract.extra import ExtraModel
+from ..contract.model import ExtraModel
 from ..plugin.job import Hooks, Job
 from ..registry.setup import instance
 

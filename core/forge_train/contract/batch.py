@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .transform import MicroBatch
-
 MASKED = -100
 """The label of a position that is not trained on."""
 
@@ -180,6 +178,25 @@ class Batch:
                         f"{name!r} is {list(tensor.shape)}, and its {axis} axis is said to be {dim}, of {size}: "
                         f"say which it is with Batch(axes={{{name!r}: Axes(batch=…, sequence=…)}})"
                     )
+
+
+Direction = Literal["both", "forward", "backward", "input", "weight"]
+"""`both`: the backward pass follows the forward pass at once. A pipeline tells them apart, and may split the backward
+pass of a part into that of its `input` and that of its `weight`s."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch that is about to pass through a part of the model."""
+
+    last: bool
+    """True if no later micro-batch of the step passes through this part in this direction; for a backward pass, if no
+    later one computes gradients of weights."""
+    part: int = 0
+    """Index of the part on this rank."""
+    direction: Direction = "both"
+    batch: Batch | None = None
+    """The micro-batch itself, if the executor says which it is."""
 
 
 @dataclass(eq=False)

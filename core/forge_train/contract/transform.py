@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..base.errors import PluginError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .batch import Batch
+    from .batch import MicroBatch
 
 
 class Phase(enum.IntEnum):
@@ -28,25 +28,6 @@ class Phase(enum.IntEnum):
     RECOMPUTE = 70
     COMPILE = 80
     SHARD = 90
-
-
-Direction = Literal["both", "forward", "backward", "input", "weight"]
-"""`both`: the backward pass follows the forward pass at once. A pipeline tells them apart, and may split the backward
-pass of a part into that of its `input` and that of its `weight`s."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A micro-batch that is about to pass through a part of the model."""
-
-    last: bool
-    """True if no later micro-batch of the step passes through this part in this direction; for a backward pass, if no
-    later one computes gradients of weights."""
-    part: int = 0
-    """Index of the part on this rank."""
-    direction: Direction = "both"
-    batch: Batch | None = None
-    """The micro-batch itself, if the executor says which it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ..base.errors import Problem
 from ..contract.batch import Preparation
-from ..contract.extra import ExtraModel
 from ..contract.metric import Metric
-from ..contract.model import InitialWeights
+from ..contract.model import ExtraModel, InitialWeights
 from ..contract.protocols import (
     CheckpointCopies,
     Evaluator,

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from ..base.errors import ConfigError, PluginError, Problem
 from ..contract.batch import CurrentStep, Preparation, PrepareBatch, PrepareStep
 from ..contract.events import metric_key
-from ..contract.extra import Extra, ExtraModel
 from ..contract.metric import Metric
-from ..contract.model import InitialWeights
+from ..contract.model import Extra, ExtraModel, InitialWeights
 from ..contract.protocols import (
     CheckpointCopies,
     EvaluatedWeights,

@@ -14,11 +14,10 @@ from ..base.errors import PluginError
 from ..base.failure import during
 from ..base.format import format_list
 from ..contract.auxiliary import loss_scaling
-from ..contract.batch import Batch
+from ..contract.batch import Batch, MicroBatch
 from ..contract.events import StepResult, Update
 from ..contract.model import Model
 from ..contract.protocols import Loader, LossScale, Schedule
-from ..contract.transform import MicroBatch
 from ..mesh.tensors import full_tensor, gradients_of, scale
 from ..plugin.job import Job
 from ..registry.unused import note_unused

@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from forge_train.base.errors import ForgeError
 from forge_train.compose.initialise import retie, tied_groups
-from forge_train.contract.batch import Batch
+from forge_train.contract.batch import Batch, MicroBatch
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Loader
-from forge_train.contract.transform import MicroBatch
 from forge_train.loop.assembly import build_stepper
 from forge_train.mesh.tensors import held_bytes, local, state_of
 from forge_train.plugin.job import Job

@@ -15,9 +15,9 @@ from torch import Tensor
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.state import optimizer_state
 from forge_train.compose.initialise import local_window
+from forge_train.contract.batch import MicroBatch
 from forge_train.contract.events import CheckpointEvent, StepResult, Update
 from forge_train.contract.protocols import Loader
-from forge_train.contract.transform import MicroBatch
 from forge_train.loop.assembly import assemble
 from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import capture, restore

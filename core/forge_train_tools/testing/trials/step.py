@@ -7,10 +7,10 @@ from typing import get_args
 
 import torch
 
-from forge_train.contract.batch import MASKED
+from forge_train.contract.batch import MASKED, MicroBatch
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import SpanName
-from forge_train.contract.transform import Applied, MicroBatch
+from forge_train.contract.transform import Applied
 from forge_train.plugin.calling import takes
 from forge_train_kit.losses import LossFunction
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from forge_train import Batch, Model, PluginError, Task
-from forge_train.contract.transform import Direction
+from forge_train.contract.batch import Direction
 from forge_train_kit.model import full_tensor
 from forge_train_kit.pipeline import Action, Work
 from forge_train_kit.pipeline.backward import only_gradients
