@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..base.errors import PluginError
+from .batch import MicroBatch
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from .batch import MicroBatch
 
 
 class Phase(enum.IntEnum):

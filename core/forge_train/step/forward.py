@@ -28,8 +28,6 @@ class Counts:
     """Sum of the task's own counts, such as unmasked labels: for the task's loss."""
     tokens: float
     """Positions that the model computes, whatever is masked: for attached losses, which are sums over them."""
-    labels: float
-    """Unmasked labels, whatever weight a task gives them."""
 
 
 class Forward:
@@ -77,10 +75,7 @@ class Forward:
     def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], Counts]:
         """Micro-batches on the device, and what all ranks' together count."""
         batches = self.take_batches(loader, count)
-        each = [
-            (self.task.weight(batch), batch.inputs.numel(), int((batch.labels != MASKED).sum())) for batch in batches
-        ]
-        counts = [sum(one) for one in zip(*each, strict=True)]
+        counts = [sum(self.task.weight(batch) for batch in batches), sum(batch.inputs.numel() for batch in batches)]
         if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
             mine = torch.tensor(counts, dtype=torch.float64)
             counts = self.job.dist.all_reduce(mine, axis="data").tolist()
@@ -117,15 +112,18 @@ class Forward:
         """The mean loss over some micro-batches of each rank, and the number of their unmasked labels."""
         self.show_model(loader)
         self.model.train(False)
-        total, weight, labels = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0, 0.0
+        total, labels = (torch.zeros((), dtype=torch.float64, device=self.job.device) for _ in range(2))
+        weight = 0.0
         for size in self._global_batches(count):
             batches, counts = self.fetch(loader, size)
             for batch in batches:
                 total += self._evaluated(self.executor, batch)
-            weight, labels = weight + counts.weight, labels + counts.labels
+                labels += (batch.labels != MASKED).sum()
+            weight += counts.weight
         self.model.free_gathered()
         self.model.train()
-        return float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0), int(labels)
+        loss = float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0)
+        return loss, int(self.job.dist.all_reduce(labels, axis="data"))
 
     def measure(self, evaluator: Evaluator, data: Loader, count: int, whose: str) -> None:
         """Have an evaluator see some micro-batches of each rank."""
