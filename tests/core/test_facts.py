@@ -129,6 +129,14 @@ def test_two_distributions_declare_the_facts_of_one_tool(tmp_path: Path, install
     assert re.search(both, told(tmp_path))
 
 
+def test_another_distribution_changes_no_fact_of_forge(tmp_path: Path, install: Install) -> None:
+    install('"plan.per_unit": True, "plan.cost": 1.0,')
+    facts = FACTS.replace("billing.", "plan.").replace("plan.cost", "plan.per_unit")
+    package(tmp_path / "site", "mine", {"facts.py": facts}, {"facts": {"plan": "mine.facts"}})
+    assert re.search(r"fact 'plan\.cost' .* is declared by no installed tool", told(tmp_path))
+    assert "uninstall" not in told(tmp_path)
+
+
 def test_a_module_of_facts_that_fails_to_import(tmp_path: Path, install: Install) -> None:
     install('"mine.cost": 1.0,')
     package(tmp_path / "site", "mine", {"facts.py": "import nowhere_at_all"}, {"facts": {"mine": "mine.facts"}})

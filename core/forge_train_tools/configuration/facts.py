@@ -27,28 +27,36 @@ class Facts:
     """The facts that plugins may state. A tool's module is imported when a plugin states one of its facts."""
 
     def __init__(self) -> None:
-        self._found: dict[str, dict[str, Fact[Any]]] = {}
+        self._loaded: dict[str, dict[str, Fact[Any]]] = {}
 
     def all(self) -> dict[str, Fact[Any]]:
-        """Every declared fact, by name."""
-        return {name: fact for tool in sorted(self._tools) for name, fact in self.of_tool(tool).items()}
+        """Return every declared fact, by name; of two with one name, Forge's own."""
+        homes = [(tool, module, label) for tool, modules in self._tools.items() for module, label in modules.items()]
+        homes.sort(key=lambda home: (_is_ours(home[2]), home))
+        return {name: fact for tool, module, label in homes for name, fact in self._facts(tool, module, label).items()}
 
-    def of_tool(self, tool: str) -> Mapping[str, Fact[Any]]:
-        """The facts whose names start with `tool.`.
+    def find(self, name: str) -> Fact[Any] | None:
+        """Return a declared fact: Forge's own, or else that of another distribution, imported only then.
 
         Raises:
-            ConfigError: if two distributions declare the tool's facts, or their module can't be imported.
+            ConfigError: if two other distributions declare it, or their module can't be imported.
         """
-        if tool not in self._found:
-            modules = self._tools.get(tool, {})
-            if len(modules) > 1:
-                owners = " and ".join(f"{label} ({module})" for module, label in sorted(modules.items()))
-                raise ConfigError(f"Facts of the tool {tool!r} are declared by {owners}: uninstall one.")
-            found = [_load(module, label) for module, label in modules.items()]
-            self._found[tool] = {
-                name: fact for facts in found for name, fact in facts.items() if name.startswith(f"{tool}.")
-            }
-        return self._found[tool]
+        tool = name.partition(".")[0]
+        modules = self._tools.get(tool, {}).items()
+        for ours in (True, False):
+            homes = [(module, label) for module, label in sorted(modules) if _is_ours(label) is ours]
+            found = {f"{label} ({module})": self._facts(tool, module, label).get(name) for module, label in homes}
+            found = {owner: fact for owner, fact in found.items() if fact is not None}
+            if len(found) > 1:
+                raise ConfigError(f"It is declared by {' and '.join(found)}: uninstall one.")
+            if found:
+                return next(iter(found.values()))
+        return None
+
+    def _facts(self, tool: str, module: str, label: str) -> Mapping[str, Fact[Any]]:
+        if module not in self._loaded:
+            self._loaded[module] = _load(module, label)
+        return {name: fact for name, fact in self._loaded[module].items() if name.startswith(f"{tool}.")}
 
     def problems(self, enabled: EnabledPlugin) -> Iterator[str]:
         """Yield a sentence for each fact of a plugin that nobody declares, or that has another type."""
@@ -70,7 +78,7 @@ class Facts:
     def _problem(self, enabled: EnabledPlugin, name: str, value: object) -> str:
         own = facts_in(sys.modules.get(enabled.cls.__module__, object()))
         tool = name.partition(".")[0]
-        fact = own.get(name) or self.of_tool(tool).get(name)
+        fact = own.get(name) or self.find(name)
         if fact is None:
             if self._tools.get(tool) == {}:
                 return ""
@@ -92,6 +100,10 @@ class Facts:
             if name != DISTRIBUTION or locate(point.value):
                 modules[point.value] = f"{name} {version}".strip()
         return found
+
+
+def _is_ours(label: str) -> bool:
+    return label.partition(" ")[0] == DISTRIBUTION
 
 
 def _load(module: str, label: str) -> dict[str, Fact[Any]]:
