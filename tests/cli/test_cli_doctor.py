@@ -81,7 +81,7 @@ def test_a_preset_that_can_t_start(folder: Path, logger: Any, monkeypatch: pytes
     def refuse(request: Request) -> None:
         raise ConfigError("no")
 
-    monkeypatch.setattr("forge_train.registry.setup.resolve", refuse)
+    monkeypatch.setattr("forge_train_tools.configuration.setup.resolve", refuse)
     (check,) = [one for one in checkup.checkup(Path("runs")) if one.name == "forge train"]
     assert (check.status, check.text) == ("fail", "no")
 

@@ -25,6 +25,12 @@ def section_of(names: Collection[str]) -> type[ParallelSection]:
     return parallel_section(tuple(_load([*same]) for _, same in itertools.groupby(points, _name)))
 
 
+def of_distribution(name: str) -> tuple[Axis, ...]:
+    """Return the axes that a distribution adds."""
+    names = {point.name for point in importlib.metadata.entry_points(group=GROUP) if identity(point.dist)[0] == name}
+    return section_of(names).axes
+
+
 def installed() -> set[str]:
     """Return the names of the axes that other packages add."""
     return {*map(_name, importlib.metadata.entry_points(group=GROUP))}

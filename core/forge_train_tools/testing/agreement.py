@@ -10,6 +10,7 @@ from forge_train.base.errors import describe
 from forge_train.contract.transform import Phase
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import EnabledPlugin
+from forge_train.registry import axes
 from forge_train.registry.discovery import plugin_name
 from forge_train.registry.write import to_toml
 from forge_train_tools.configuration.request import Request
@@ -20,7 +21,7 @@ from .conformance import BrokenError, Check, SkippedError, attempt
 from .environment import LOCAL, really_installed
 from .verifying import Verifier
 
-AXES: dict[str, tuple[Phase, Layout]] = {
+AXES: dict[str, tuple[Phase | None, Layout]] = {
     "dp_shard": (Phase.SHARD, Layout(dp_shard=2)),
     "dp_replicate": (Phase.SHARD, Layout(dp_replicate=2)),
     "tp": (Phase.TENSOR, Layout(tp=2)),
@@ -28,37 +29,43 @@ AXES: dict[str, tuple[Phase, Layout]] = {
     "ep": (Phase.EXPERT, Layout(dp_shard=2, ep=2)),
     "pp": (Phase.PIPELINE, Layout(pp=2)),
 }
-"""Axis → the phase whose transforms split along it (others only say that they get along), and two processes of it."""
+"""Axis → the phase whose transforms split along it (others only say that they get along), and two processes of it. The
+phase does not matter where the plugin's package adds the axis."""
 RANKS = 2
 STEPS = 3
 
 
 def agree(bench: Bench, folder: Path, verify: Verifier) -> Iterator[Check]:
     """A check for each axis that the plugin covers; for a plugin that covers none, one with data parallelism."""
-    covered: list[str] = []
-    for axis, (phase, layout) in AXES.items():
+    layouts, covered = AXES | _own_axes(bench.enabled), list[str]()
+    for axis, (phase, layout) in layouts.items():
         try:
             transforms = bench.transforms(layout)
         except Exception as error:  # it asks for meshes, say, which only processes have
             yield Check(_name(axis), "skip", f"`parallelize` does not say what it covers: {describe(error)}")
         else:
-            covered += [axis] * any(one.phase is phase and axis in one.covers for one in transforms)
+            covered += [axis] * any(phase in (one.phase, None) and axis in one.covers for one in transforms)
     for axis in covered or ["dp_shard"]:
-        yield attempt(_name(axis), partial(_agrees, bench, axis, folder, verify))
+        yield attempt(_name(axis), partial(_agrees, bench, axis, layouts[axis][1], folder, verify))
+
+
+def _own_axes(enabled: EnabledPlugin) -> dict[str, tuple[Phase | None, Layout]]:
+    owner = enabled.ref.distribution
+    return {axis.name: (None, Layout(others=((axis, RANKS),))) for axis in axes.of_distribution(owner)}
 
 
 def _name(axis: str) -> str:
     return f"agrees with one process ({axis} = 2)"
 
 
-def _agrees(bench: Bench, axis: str, folder: Path, verify: Verifier) -> str:
+def _agrees(bench: Bench, axis: str, layout: Layout, folder: Path, verify: Verifier) -> str:
     strangers = [one for one in bench.setup.hooks.enabled.values() if one.ref.module.startswith(LOCAL)]
     if strangers:
         raise SkippedError(f"{strangers[0].ref.name} is defined in a test, out of reach for other processes")
     _check_devices(bench.enabled)
     file = folder / f"{axis}.toml"
     file.write_text(_for_others(bench), encoding="utf-8")
-    verdict = verify(Request(str(file), set=("train.micro_batch=1", *AXES[axis][1].settings())), RANKS, steps=STEPS)
+    verdict = verify(Request(str(file), set=("train.micro_batch=1", *layout.settings())), RANKS, steps=STEPS)
     if verdict.undecided:
         raise SkippedError(" ".join(verdict.advice))
     if not verdict.agree:
