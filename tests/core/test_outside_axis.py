@@ -177,6 +177,10 @@ def verify(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ver
             yield Verifier(pool)
 
 
+def test_the_check_of_a_plugin_tries_the_axis_of_its_package(site: Path) -> None:
+    assert "✓ agrees with one process (pods = 2)" in forge(site, "plugins", "check", "pods").stdout
+
+
 @pytest.mark.parametrize(
     ("plugins", "sizes"),
     [

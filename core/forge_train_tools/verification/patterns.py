@@ -37,11 +37,14 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
         names = [offender.name for offender in found]
         hint = size_hint(ratio, layout)
         if len(names) == len(layout.gradients):
-            averaged = " × ".join(layout.layout.table.flattened()["data"])
+            flattened, size = layout.layout.table.flattened(), layout.layout.shard_average_size
+            added = [name for name in flattened["data"] if name not in flattened["dp_cp"]]
+            others = "".join(
+                f", the transform that covers {name!r} over its {layout.layout.size(name)}" for name in added
+            )
             yield (
                 f"Every gradient{of} is {ratio:g} times what it should be: an averaging factor. SHARD transforms must "
-                f"average over R = {averaged} = {layout.layout.grad_average_size}, and nobody else "
-                f"may.{hint}{end}"
+                f"average over R = {' × '.join(flattened['dp_cp'])} = {size}{others}, and nobody else may.{hint}{end}"
             )
         else:
             yield (
