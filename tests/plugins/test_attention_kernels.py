@@ -16,6 +16,7 @@ from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl
 from forge_train.registry.discovery import discover, load
 from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import DroppedWeights
+from forge_train_kit.source import Source
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._packed import versions
 from forge_train_tools.testing import RunForge
@@ -23,7 +24,7 @@ from forge_train_tools.testing import RunForge
 pytestmark = [pytest.mark.unit]
 
 BATCH, SEQUENCE, HEADS, HEAD_DIM = 2, 150, 4, 8
-FOUND = {one.name: one for one in discover() if "attention_kernel" in one.hooks}
+FOUND = {one.name: one for one in discover() if "attention_kernel" in Source(one).hooks}
 ABLE = {name: one.kernel_capabilities or KernelCapabilities() for name, one in FOUND.items()}
 HERE = [name for name, able in ABLE.items() if "cpu" in (able.devices or ("cpu",))]
 """Those that run on a CPU."""
