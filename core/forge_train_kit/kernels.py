@@ -12,6 +12,7 @@ from forge_train.registry.discovery import discover
 
 from .hookspecs import attention_kernel, kernel_needs
 from .layers import AttentionKernel
+from .source import Source
 
 
 def kernel_with(needs: KernelCapabilities, job: Job) -> AttentionKernel:
@@ -40,7 +41,7 @@ def able(asked: Iterable[KernelCapabilities]) -> list[str]:
     return sorted(
         found.name
         for found in discover()
-        if (kernel := found.kernel_capabilities) and not any(True for one in wanted for _ in kernel.lacks(one))
+        if (kernel := Source(found).kernel_capabilities) and not any(True for one in wanted for _ in kernel.lacks(one))
     )
 
 

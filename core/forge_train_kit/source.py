@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forge_train.base.names import split
+from forge_train.contract.attention import KernelCapabilities
 from forge_train.contract.reference import PluginRef
 
 if TYPE_CHECKING:
@@ -82,6 +83,19 @@ class Source:
             if any(isinstance(target, ast.Name) and target.id == attribute for target in targets):
                 return value
         return None
+
+    @property
+    def kernel_capabilities(self) -> KernelCapabilities | None:
+        """The class's `kernel_capabilities`; None where they are not written as literals."""
+        import ast
+
+        call = self.assigned("kernel_capabilities")
+        if not isinstance(call, ast.Call):
+            return None
+        try:
+            return KernelCapabilities(**{str(one.arg): ast.literal_eval(one.value) for one in call.keywords})
+        except (TypeError, ValueError):  # an unknown capability, or a value that is no literal
+            return None
 
     def fact(self, name: str) -> Any:
         """A literal of the class's `facts`; None if it is not stated there."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import pytest
@@ -38,7 +38,7 @@ from forge_train import (
     Transform,
     hookimpl,
 )
-from forge_train.contract.events import Evaluation, StepResult
+from forge_train.contract.events import Evaluation, Finished, StepResult
 from forge_train.contract.reference import PluginRef
 from forge_train.plugin.blame import note_plugin
 from forge_train.plugin.calls import Calls, EnabledPlugin, implemented
@@ -51,6 +51,7 @@ from forge_train_kit.layers import Layer
 ALL = Specs([])
 """Forge's own hooks."""
 pytestmark = pytest.mark.unit
+_P = TypeVar("_P", bound=Plugin)
 
 
 def hooks(*plugins: Plugin, defaults: dict[str, str] | None = None) -> Hooks:
@@ -71,7 +72,7 @@ def hooks(*plugins: Plugin, defaults: dict[str, str] | None = None) -> Hooks:
     return made
 
 
-def make(cls: type[Plugin]) -> Plugin:
+def make(cls: type[_P]) -> _P:
     return cls(cls.Config())
 
 
@@ -313,7 +314,11 @@ class Act(Watch):
 
 
 def test_an_observer_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    bad, other = make(Watch), make(type("ZOther", (Watch,), {"on_log": hookimpl(lambda self, record: None)}))
+    class ZOther(Watch):
+        @hookimpl
+        def on_log(self, record: Any) -> None: ...
+
+    bad, other = make(Watch), make(ZOther)
     made = hooks(bad, other)
     with caplog.at_level(logging.WARNING):
         made.on_log(LogRecord(1, 2, {}))
@@ -325,9 +330,9 @@ def test_an_observer_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCap
     assert not traceback_record.screen  # type: ignore[attr-defined]
     assert traceback_record.exc_info
     made.on_log(LogRecord(2, 2, {}))
-    made.on_end(None)  # type: ignore[arg-type]
-    assert bad.told == ["log"]  # type: ignore[attr-defined]
-    assert other.told == ["end"]  # type: ignore[attr-defined]
+    made.on_end(Finished("done", 2, None, 0, Path()))
+    assert bad.told == ["log"]
+    assert other.told == ["end"]
     assert len(caplog.records) == 2
 
 
@@ -596,14 +601,14 @@ def test_a_thing_that_no_plugin_need_claim(tmp_path: Path) -> None:
 
 
 def test_a_shuffled_set_of_many_plugins_is_the_same_facade() -> None:
-    classes = [type(f"P{i}", (Teller,), {}) for i in range(6)]
+    classes: list[type[Teller]] = [type(f"P{i}", (Teller,), {}) for i in range(6)]
     orders = []
     for seed in range(5):
         shuffled = classes[:]
         random.Random(seed).shuffle(shuffled)
         calls = Calls.of(
             [
-                (EnabledPlugin(PluginRef(c.__name__.lower(), "d", "1", "m:c"), c, specs=SPECS), c(None, []))  # type: ignore[call-arg]
+                (EnabledPlugin(PluginRef(c.__name__.lower(), "d", "1", "m:c"), c, specs=SPECS), c(None, []))
                 for c in shuffled
             ],
             SPECS,

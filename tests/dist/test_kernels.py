@@ -9,7 +9,9 @@ import pytest
 
 import kernels
 from forge_train import ConfigError, KernelCapabilities, Plugin
+from forge_train.contract.reference import PluginRef
 from forge_train.registry.discovery import discover, find
+from forge_train_kit.source import Source
 from forge_train_tools.offline.generate import Completion, Sampling
 from forge_train_tools.testing import Installed, Pool, RunForge, check
 
@@ -49,7 +51,7 @@ def test_it_is_refused_where_documents_are_kept_apart_with_the_names_of_others(
     forge_plugins.add(kernels.Wide)
     with pytest.raises(ConfigError) as error:
         run_forge([kernels.Plain], folder=tmp_path / "runs")
-    able = [one.name for one in discover() if one.kernel_capabilities and one.kernel_capabilities.documents]
+    able = [one.name for one in discover() if (able := Source(one).kernel_capabilities) and able.documents]
     assert {"everything", "sdpa", "wide"} <= {*able}
     assert str(error.value) == (
         "Plugin 'plain' (under-test 0) computes attention without document masks; plugin 'text' asks for it. "
@@ -103,8 +105,26 @@ def test_text_is_generated_without_a_cache_where_the_kernel_can_not_continue_one
 @pytest.mark.unit
 @pytest.mark.parametrize("plugin", [kernels.Everything, kernels.Wide, kernels.Elsewhere, kernels.Boasting])
 def test_capabilities_are_read_without_importing(plugin: type[Plugin], forge_plugins: Installed) -> None:
-    assert find(forge_plugins.add(plugin)).kernel_capabilities == plugin.kernel_capabilities
-    assert find(forge_plugins.add(kernels.Plain)).kernel_capabilities is None
+    assert Source(find(forge_plugins.add(plugin))).kernel_capabilities == plugin.kernel_capabilities
+    assert Source(find(forge_plugins.add(kernels.Plain))).kernel_capabilities is None
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("KernelCapabilities(windows=True)", KernelCapabilities(windows=True)),
+        ("KernelCapabilities(window=True)", None),
+        ("KernelCapabilities(windows=WINDOWS)", None),
+        ("EVERYTHING", None),
+    ],
+)
+def test_capabilities_are_read_from_a_file_with_one_plugin(
+    written: str, found: KernelCapabilities | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"class Mine(Plugin):\n    kernel_capabilities = {written}\n", encoding="utf-8")
+    assert Source(PluginRef("mine", "", "", str(file))).kernel_capabilities == found
 
 
 @pytest.mark.unit

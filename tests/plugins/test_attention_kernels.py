@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.unit]
 
 BATCH, SEQUENCE, HEADS, HEAD_DIM = 2, 150, 4, 8
 FOUND = {one.name: one for one in discover() if "attention_kernel" in Source(one).hooks}
-ABLE = {name: one.kernel_capabilities or KernelCapabilities() for name, one in FOUND.items()}
+ABLE = {name: Source(one).kernel_capabilities or KernelCapabilities() for name, one in FOUND.items()}
 HERE = [name for name, able in ABLE.items() if "cpu" in (able.devices or ("cpu",))]
 """Those that run on a CPU."""
 FLAGS = [one.name for one in fields(KernelCapabilities) if one.name not in ("head_dims", "devices")]

@@ -12,6 +12,7 @@ import fakes
 from forge_train import KernelCapabilities
 from forge_train.registry.discovery import discover, load
 from forge_train_kit.layers import AttentionOptions
+from forge_train_kit.source import Source
 
 pytestmark = [pytest.mark.unit]
 
@@ -30,7 +31,7 @@ SHAPE = {
 def kernels(**wanted: bool) -> list[str]:
     """The installed kernels that can, and run here."""
     asked = KernelCapabilities(**wanted, devices=("cpu",))  # type: ignore[arg-type]
-    return [one.name for one in discover() if (able := one.kernel_capabilities) and not [*able.lacks(asked)]]
+    return [one.name for one in discover() if (able := Source(one).kernel_capabilities) and not [*able.lacks(asked)]]
 
 
 def gemma2(implementation: str) -> Any:

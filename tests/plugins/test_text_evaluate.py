@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -73,9 +74,9 @@ class TestEvaluation:
         return write(tmp_path / "data", {f"{seed}.txt": prose(seed) for seed in range(30)})
 
     @staticmethod
-    def evaluate(text: object, loss: float) -> dict[str, float]:
+    def evaluate(text: Any, loss: float) -> dict[str, float]:
         evaluation = Evaluation(step=1, loss=loss, tokens=10, owner="text")
-        text.on_log(evaluation)  # type: ignore[attr-defined]
+        text.on_log(evaluation)
         return evaluation.metrics
 
     def test_bytes(self, tmp_path: Path, data: Path) -> None:

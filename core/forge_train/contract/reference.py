@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..base.names import file_module, is_file, locate, split
-
-if TYPE_CHECKING:
-    from .attention import KernelCapabilities
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -43,24 +39,6 @@ class PluginRef:
     def file(self) -> Path | None:
         """The module's source file, found without importing anything of it."""
         return Path(split(self.object)[0]) if is_file(self.object) else locate(self.module)
-
-    @property
-    def kernel_capabilities(self) -> KernelCapabilities | None:
-        """The class's `Plugin.kernel_capabilities`, read from its source; None where it says nothing that can be
-        read."""
-        import ast  # a listing does without
-
-        from .attention import KernelCapabilities
-
-        if "kernel_capabilities" not in self._text:  # parsing all plugins takes long
-            return None
-        try:
-            classes = [node for node in ast.parse(self._text).body if isinstance(node, ast.ClassDef)]
-            lines = [line for node in classes if node.name == split(self.object)[1] for line in node.body]
-            call = next(one.value for one in lines if ast.unparse(one).startswith("kernel_capabilities"))  # type: ignore[attr-defined]
-            return KernelCapabilities(**{one.arg: ast.literal_eval(one.value) for one in call.keywords})
-        except (AttributeError, StopIteration, SyntaxError, TypeError, ValueError):
-            return None
 
     @property
     def covers(self) -> frozenset[str]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import overload
 
 import torch
 
 
-class UpdatingOptimizer(torch.optim.Optimizer):
+class UpdatingOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer whose subclass only says how it updates its parameters, in `update`."""
 
+    @abstractmethod
     def update(self) -> None:
         """Update the parameters that have a gradient; called without autograd."""
-        raise NotImplementedError
 
     @overload
     def step(self, closure: None = None) -> None: ...
