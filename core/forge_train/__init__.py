@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import lazy_names
+from .base.names import lazy_names
 
 if TYPE_CHECKING:
     from .base.errors import CommunicationError as CommunicationError

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, cast
 
-from forge_train.base import ScopedValue
 from forge_train.base.errors import ConfigError
+from forge_train.base.scoped import ScopedValue
 from forge_train.contract.batch import MASKED
 from forge_train.contract.protocols import Scalar
 

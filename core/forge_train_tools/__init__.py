@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_train.base import lazy_names
+from forge_train.base.names import lazy_names
 
 if TYPE_CHECKING:
     from .api import open_model as open_model

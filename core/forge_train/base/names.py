@@ -6,10 +6,12 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def canonical(name: str) -> str:
@@ -103,3 +105,27 @@ def import_module(spec: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[dict[str, str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Prepare a package whose public names are imported on first use.
+
+    Args:
+        package: its `__name__`.
+        homes: module inside the package → the names defined there, separated by spaces.
+
+    Returns:
+        name → module, and the package's `__getattr__` and `__dir__`.
+    """
+    where = {name: module for module, names in homes.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{where[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return where, get, lambda: sorted({*vars(sys.modules[package]), *where})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import ScopedValue
+from ..base.scoped import ScopedValue
 
 _scale: ScopedValue[Tensor | float] = ScopedValue(1.0)
 

@@ -10,8 +10,10 @@ from ..base.errors import ConfigError
 from .batch import Direction, MicroBatch
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
+    from ..config.sections import Precision as PrecisionName
     from .batch import Batch
     from .transform import Applied
 
@@ -217,3 +219,24 @@ class Extra:
     def described(self) -> dict[str, Any]:
         """Entry for it in checkpoints, besides the weights of a trained model."""
         return {"path": self.path, "digest": self.digest, "trained": self.spec.trained}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a run. A transform that covers `precision` makes them real."""
+
+    param: torch.dtype
+    """Of the weights while they compute."""
+    compute: torch.dtype
+    """Of activations."""
+    reduce: torch.dtype
+    """Of gradients while they are reduced over ranks."""
+    master: torch.dtype
+    """Of the weights the optimizer updates, and its state."""
+
+    @classmethod
+    def of(cls, name: PrecisionName) -> Precision:
+        import torch
+
+        narrow = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+        return cls(param=narrow, compute=narrow, reduce=torch.float32, master=torch.float32)

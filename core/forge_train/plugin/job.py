@@ -11,7 +11,7 @@ from ..base.errors import ConfigError, PluginError, Problem
 from ..contract.batch import CurrentStep, Preparation, PrepareBatch, PrepareStep
 from ..contract.events import metric_key
 from ..contract.metric import Metric
-from ..contract.model import Extra, ExtraModel, InitialWeights
+from ..contract.model import Extra, ExtraModel, InitialWeights, Precision
 from ..contract.protocols import (
     CheckpointCopies,
     EvaluatedWeights,
@@ -31,7 +31,6 @@ from .calling import Caller, Specs
 from .calls import EnabledPlugin, at_home
 from .guards import Guarded, Prepare, first_state, preparing
 from .plugin import Plugin
-from .precision import Precision
 from .returns import kind_of
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.failure import during
@@ -16,25 +16,23 @@ from .inspection import inspector
 from .request import Request, UnknownPresetError, lay, prefer_epochs
 
 
+class Purpose(TypedDict, total=False):
+    """The keywords of `make_setup` that say what a setup is for."""
+
+    world: int
+    training: bool
+    data: bool
+    opened: bool
+    measured: bool
+
+
 @during("configure")
-def resolve(
-    request: Request,
-    *,
-    world: int = 1,
-    training: bool = True,
-    data: bool = True,
-    opened: bool = False,
-    measured: bool = True,
-) -> Setup:
+def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
     """Read, check and freeze everything that can be known without torch, and the steps of a run's epochs.
 
     Args:
         request: the user's request.
-        world: see `make_setup` for this and the others.
-        training: for a run that is to train.
-        data: to train here and now.
-        opened: only to look at the model.
-        measured: with the data opened, if that is needed to count steps.
+        purpose: see `make_setup`.
 
     Raises:
         ConfigError: with every mistake that could be found, one a line.
@@ -55,11 +53,7 @@ def resolve(
         without=request.without,
         brought=[(name, origin) for name in request.brought],
         inspect=inspector(),
-        world=world,
-        training=training,
-        data=data,
-        opened=opened,
-        measured=measured,
+        **purpose,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_train.base import lazy_names
+from forge_train.base.names import lazy_names
 
 if TYPE_CHECKING:
     from .conformance import Check as Check

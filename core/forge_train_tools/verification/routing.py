@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train.config.sections import Precision as PrecisionName
-from forge_train.plugin.precision import Precision
+from forge_train.contract.model import Precision
 from forge_train_kit.model.choices import Among, Made
 
 TIE = 1e-5
