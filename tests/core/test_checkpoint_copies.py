@@ -11,6 +11,7 @@ import pytest
 
 import toys
 from forge_train import CheckpointCopies, ConfigError, Plugin, hookimpl
+from forge_train.loop.checkpoint_policy import CheckpointPolicy
 
 pytestmark = pytest.mark.unit
 
@@ -46,11 +47,13 @@ class Attic(CheckpointCopies):
                 shutil.copytree(path, self.there / path.name)
                 self.copied.append(int(path.name[5:]))
 
-    def look(self) -> None:
+    def look(self) -> Set[int]:
         self.looked += 1
+        return {1} if self.looked == 2 else set()
 
-    def wait(self) -> None:
+    def wait(self) -> Set[int]:
         self.waited = True
+        return set()
 
 
 class KeepsAll(Plugin):
@@ -73,6 +76,15 @@ def test_a_plugin_keeps_checkpoints_in_a_place_of_its_own_and_brings_them_back(t
     again = toys.run(tmp_path, KeepsAll, name="a", steps=5, config=CONFIG)
     assert [line["step"] for line in again.metrics] == [4, 5]
     assert sorted(path.name[-1] for path in attic.iterdir()) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_checkpoint_that_is_removed_there_is_no_longer_one_of_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[int] = []
+    monkeypatch.setattr(CheckpointPolicy, "removed", lambda policy, step: removed.append(step))
+    toys.run(tmp_path, KeepsAll, name="a", steps=3, config={"checkpoint.every": 1, "checkpoint.keep": 9})
+    assert removed == [1]
 
 
 def test_two_plugins_do_not_both_keep_copies(tmp_path: Path) -> None:

@@ -48,9 +48,11 @@ def steps(address: str = ADDRESS) -> list[int]:
 
 
 def one_round(place: Path, address: str = ADDRESS, keep: int = 2) -> Sent:
-    sender = Sender(place, [Store(address)], keep, 0)
+    told: list[Sent] = []
+    sender = Sender(place, [Store(address, "checkpoint.folder")], keep, 0, tell=told.append)
     sender.send()
-    (sent,) = sender.wait()
+    assert sender.wait() == {gone.step for sent in told for gone in sent.pruned}
+    (sent,) = told
     return sent
 
 
@@ -172,9 +174,11 @@ while True:
     child = os.fork()
     if child == 0:
         with bucket(far, call):
-            sender = Sender(folder / "run" / "checkpoints", [Store(address)], 2, 0)
+            told = []
+            sender = Sender(folder / "run" / "checkpoints", [Store(address)], 2, 0, tell=told.append)
             sender.send()
-            os._exit(bool(sender.wait()[0].problem))
+            sender.wait()
+            os._exit(bool(told[0].problem))
     _, status = os.waitpid(child, 0)
     if os.WIFEXITED(status):
         sys.exit(os.WEXITSTATUS(status))

@@ -25,7 +25,7 @@ from forge_train.store import consolidated
 from forge_train.store.consolidated import INDEX, Files
 from forge_train.store.index import read_index
 from forge_train.store.shards import Shard
-from forge_train_kit.stores.copies import Sender
+from forge_train_kit.stores.copies import Sender, Sent
 from forge_train_kit.stores.store import Store
 from forge_train_tools.offline.differences import compare
 from forge_train_tools.offline.examine import examine
@@ -234,10 +234,11 @@ def test_a_header_of_any_size(tmp_path: Path, start: bytes) -> None:
 def test_copies_hold_them_too(tmp_path: Path) -> None:
     path = save(tmp_path / "run" / "checkpoints", "safetensors")
     store = Store(f"file://{tmp_path}/away")
-    sender = Sender(path.parent, [store], 1, 0)
+    told: list[Sent] = []
+    sender = Sender(path.parent, [store], 1, 0, tell=told.append)
     sender.send()
-    (sent,) = sender.wait()
-    assert sent.problem == ""
+    sender.wait()
+    assert [sent.problem for sent in told] == [""]
     (stored,) = store.found()
     assert weights(path).name in stored.files
     fetched = store.fetch(stored, tmp_path / "back")

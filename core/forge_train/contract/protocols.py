@@ -232,8 +232,14 @@ class CheckpointCopies:
         """
         return False
 
-    def look(self) -> object:
-        """Called between two steps: record what has been copied, without waiting."""
+    def look(self) -> Set[int]:
+        """Called between two steps: record what has been copied, without waiting.
 
-    def wait(self) -> object:
-        """Wait until everything was tried, and record it."""
+        Returns:
+            Steps whose checkpoint was removed from where the run keeps its checkpoints.
+        """
+        return frozenset()
+
+    def wait(self) -> Set[int]:
+        """Wait until everything was tried, and record it. Returns the same as `look`."""
+        return frozenset()

@@ -173,7 +173,8 @@ class Saver:
         """
         if self._flight is not None and self._flight.task.ended():
             self.wait()
-        self._elsewhere.look()
+        for step in self._elsewhere.look():
+            self._policy.removed(step)
 
     @during("save")
     def wait(self) -> None:

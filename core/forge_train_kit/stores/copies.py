@@ -222,22 +222,22 @@ class Sender(CheckpointCopies):
         self.send(self._spared)
         return bool(self._places)
 
-    def look(self) -> list[Sent]:
-        """Return the results of the last round, once; start the next one if it is due."""
-        return self._take() if self._task is not None and self._task.ended() else []
+    def look(self) -> set[int]:
+        """Tell of the last round, once, and start the next one if it is due."""
+        return self._take() if self._task is not None and self._task.ended() else set()
 
-    def wait(self) -> list[Sent]:
-        """Until everything was tried: what came of it."""
-        results: list[Sent] = []
+    def wait(self) -> set[int]:
+        """Tell of all rounds until everything was tried."""
+        removed = set[int]()
         if self._task is not None and not self._task.ended():
             log.info(
                 "Waiting until the checkpoints are copied to %s.", " and ".join(one.address for one in self._places)
             )
         while self._task is not None:
-            results += self._take()
-        return results
+            removed |= self._take()
+        return removed
 
-    def _take(self) -> list[Sent]:
+    def _take(self) -> set[int]:
         assert self._task is not None
         task, self._task = self._task, None
         results = task.result()
@@ -249,7 +249,7 @@ class Sender(CheckpointCopies):
             self.send(self._spared)
         for sent in results:
             self._tell(sent)
-        return results
+        return {gone.step for sent in results if sent.keeps for gone in sent.pruned}
 
     def _round(self, store: Store, spared: Set[int], undone: int | None) -> Sent:
         sent = Sent(keeps=store.key == "checkpoint.folder")
