@@ -53,7 +53,7 @@ HOOKS = {
     "loss": "task",
     "around": "observer",
 }
-"""Hook → the role of a plugin that implements it and is in none of the folders above; `on_…` observe."""
+"""Hook → the role of a plugin that implements it and is in none of the folders above; with `on_…` alone it observes."""
 OTHER = "other"
 ROLES = (*ROOMS.values(), OTHER)
 """The order in which they are listed: from the model outwards."""
@@ -69,7 +69,7 @@ def role(plugin: PluginRef) -> str:
     found = [
         *(PHASES[name] for name in source.phases if name in PHASES),
         *(name for hook, name in HOOKS.items() if hook in hooks),
-        *("observer" for hook in hooks if hook.startswith("on_")),
+        *("observer" for _ in hooks[:1] if all(hook.startswith("on_") for hook in hooks)),
     ]
     return next(iter(found), OTHER)
 

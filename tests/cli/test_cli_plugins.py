@@ -101,6 +101,7 @@ def test_every_built_in_plugin_has_the_role_of_its_room(forge: Forge) -> None:
         ("    @hookimpl(trylast=True)\n    def on_log(self, record): ...", "observer"),
         ("    @hookimpl\n    def parallelize(self, job): return Transform(Phase.RECOMPUTE, 'x', f)", "memory"),
         ("    def helper(self): ...", "other"),
+        ("    @hookimpl\n    def score(self): ...\n    @hookimpl\n    def on_verdict(self): ...", "other"),
     ],
 )
 def test_the_role_of_a_plugin_that_lies_anywhere(tmp_path: Path, body: str, says: str) -> None:

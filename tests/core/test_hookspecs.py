@@ -277,6 +277,18 @@ def test_a_hook_that_nothing_calls_in_this_run(tmp_path: Path, install: Install,
     assert "(declared by judge 1.0, " in said
 
 
+def test_a_default_that_nobody_named_may_implement_more_than_is_called(
+    tmp_path: Path, install: Install, caplog: Any
+) -> None:
+    aside = '\n\n@hookspec("questions")\ndef aside(text: str, job: Job) -> str | None: ...\n'
+    install("judge", SPECS.replace('"slot",', '"slot", required=True, default="length",') + aside)
+    install("scorer", "length", SCORER + "\n    @hookimpl\n    def aside(self, text):\n        return text\n")
+    run(tmp_path, "judge")
+    assert "nothing in this run calls" not in caplog.text
+    run(tmp_path, "judge", "length")
+    assert "hook aside" in caplog.text
+
+
 def test_a_plugin_that_only_fills_a_slot_that_nothing_asks_for(tmp_path: Path, install: Install, caplog: Any) -> None:
     install()
     install("scorer")
@@ -434,6 +446,12 @@ def test_a_spec_takes_plain_arguments(tmp_path: Path, install: Install, argument
 def test_options_that_mean_nothing(kind: Any, options: Any, text: str) -> None:
     with pytest.raises(PluginError, match=rf"^Hook '<lambda>' \(.*test_hookspecs\.py:\d+\) {re.escape(text)}\.$"):
         hookspec(kind, **options)(lambda job: None)
+
+
+def test_an_unknown_option_of_a_spec() -> None:
+    says = r"^Hook '<lambda>' \(.*test_hookspecs\.py:\d+\): there is no option 'observe'\. Did you mean 'observes'\?$"
+    with pytest.raises(PluginError, match=says):
+        hookspec("event", observe=True)(lambda job: None)  # type: ignore[call-overload]
 
 
 def test_a_spec_of_the_kernels_without_a_job_is_not_called() -> None:

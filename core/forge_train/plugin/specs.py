@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args, overload
 
-from ..base.errors import PluginError
+from ..base.errors import PluginError, nearest
 from ..base.format import place
 
 HookKind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
@@ -168,8 +168,18 @@ def hookspec(kind: HookKind, **options: Unpack[Options]) -> Any:
     Args:
         kind: how answers are used.
         options: the fields of `HookSpec`.
+
+    Raises:
+        PluginError: for an unknown option, or one that does not fit.
     """
-    return lambda function: HookSpec(function, kind, **options)
+
+    def declare(function: Callable[..., Any]) -> Any:
+        if unknown := next((name for name in options if name not in Options.__annotations__), ""):
+            there = f"there is no option {unknown!r}.{nearest(unknown, Options.__annotations__)}"
+            raise PluginError(f"Hook {function.__name__!r} ({place(function)}): {there}")
+        return HookSpec(function, kind, **options)
+
+    return declare
 
 
 def specs_of(module: ModuleType) -> dict[str, HookSpec[..., Any]]:

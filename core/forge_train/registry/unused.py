@@ -55,6 +55,8 @@ def note_uncalled(hooks: Hooks, stage: Stage) -> None:
     for name, spec in hooks.specs.items():
         if spec.asked == stage and name not in hooks.called and name not in SPECS:
             for plugin in hooks.acting(name):
+                if hooks.enabled[plugin].default:  # nobody asked for it
+                    continue
                 log.warning(
                     "%s: nothing in this run calls this hook%s. Enable a plugin that does; `forge plugins hooks` lists "
                     "them.",
