@@ -216,3 +216,13 @@ def test_a_run_killed_while_it_rolls_back_is_the_uninterrupted_run(
         assert resumed.numbers == wanted.numbers
         assert found.left_out(resumed.run) == [(12, 16)]
         assert not (resumed.run / found.ROLL_BACK).exists()
+
+
+def test_a_reader_finds_a_checkpoint_between_the_two_names_of_a_step_that_is_saved_again(tmp_path: Path) -> None:
+    run = toys.run(tmp_path, name="a", steps=2, config={"checkpoint.every": 1}).run
+    last = run / "checkpoints" / "step-00000002"
+    between = last.rename(last.with_name(f".{last.name}.replaced"))
+    assert [saved.path for saved in checkpoint.found(last.parent)] == [between, last.with_name("step-00000001")]
+    assert checkpoint.resolve(run) == between
+    shutil.copytree(between, last)
+    assert checkpoint.resolve(run) == last

@@ -38,6 +38,10 @@ def write_whole(file: Path, text: str) -> None:
         raise
 
 
+REPLACED = ".replaced"
+"""End of the hidden name of a checkpoint whose step is being saved again."""
+
+
 def remove_remains(checkpoints: Path) -> None:
     """Remove what a process left that was killed as it saved or pruned a checkpoint, and put back what it replaced."""
     for left in checkpoints.glob(".step-*"):
@@ -50,7 +54,7 @@ def remove_remains(checkpoints: Path) -> None:
 
 
 def put(part: Path, target: Path) -> Path:
-    """Give a finished folder its name. A kill leaves the old one there or the new one, or one for `remove_remains`.
+    """Give a finished folder its name. A kill leaves a whole checkpoint: the old one, if need be as `REPLACED`, or the new.
 
     Returns:
         The name of what was there, if anything: it may be removed now.
@@ -65,9 +69,6 @@ def put(part: Path, target: Path) -> Path:
         target.replace(gone)  # `remove_remains` puts it back if this process is killed now
         part.replace(target)
     return gone
-
-
-REPLACED = ".replaced"
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, describe
-from ..base.files import write_json, write_whole
+from ..base.files import REPLACED, write_json, write_whole
 from ..base.strict_json import load_json
 from ..mesh.distributed import DistributedContext
 from ..run.run_files import COUNT, odd
@@ -77,10 +77,15 @@ def found(folder: Path) -> list[Saved]:
 
 
 def _all(folder: Path) -> list[Saved]:
-    """Like `found`, with what an unfinished roll-back removes."""
-    steps = [(int(match.group(1)), path) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
+    """Like `found`, with what an unfinished roll-back removes.
+
+    A kill while a step was saved again may have left its old checkpoint under the name that it had in between.
+    """
+    there = [(path.name, path) for path in folder.glob("step-*")]
+    between = [(path.name[1:].removesuffix(REPLACED), path) for path in folder.glob(f".step-*{REPLACED}")]
+    steps = {int(match[1]): path for name, path in (*between, *there) if (match := NAME.match(name))}
     saved: list[Saved] = []
-    for step, path in sorted(steps, reverse=True):
+    for step, path in sorted(steps.items(), reverse=True):
         with contextlib.suppress(FileNotFoundError):  # another thread removes it
             if path.is_dir():
                 saved.append(Saved(path, step, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())))
