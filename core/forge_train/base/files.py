@@ -54,7 +54,7 @@ def remove_remains(checkpoints: Path) -> None:
 
 
 def put(part: Path, target: Path) -> Path:
-    """Give a finished folder its name. A kill leaves a whole checkpoint: the old one, if need be as `REPLACED`, or the new.
+    """Give a finished folder its name. A kill leaves the new one, or the old, if need be with the name `REPLACED`.
 
     Returns:
         The name of what was there, if anything: it may be removed now.

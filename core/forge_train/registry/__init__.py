@@ -1,1 +1,1 @@
-"""Discovery and selection of plugins, and dispatch of hooks to them."""
+"""Discovery and selection of plugins, and the setup of a run."""
