@@ -279,18 +279,19 @@ def test_save_saves_once(tmp_path: Path) -> None:
     assert [saved.step for saved in found(run.run / "checkpoints")] == [4, 3]
 
 
+class Ranges(Plugin):
+    @hookimpl
+    def on_start(self) -> None:
+        self.seen: list[Any] = []
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        self.seen.append((step.step, step.data_range[0] // 4))
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("skip", [0, 1, 3])
 def test_roll_back_goes_to_the_newest_checkpoint_and_leaves_data_out(tmp_path: Path, skip: int) -> None:
-    class Ranges(Plugin):
-        @hookimpl
-        def on_start(self) -> None:
-            self.seen: list[Any] = []
-
-        @hookimpl
-        def on_step(self, step: Any) -> None:
-            self.seen.append((step.step, step.data_range[0] // 4))
-
     config = {"checkpoint.every": 2}
     back = asks(3, lambda control: control.roll_back("a spike", skip))
     run = toys.run(tmp_path, back, Ranges, *ALL, steps=5, config=config)
@@ -323,15 +324,6 @@ def test_roll_back_and_stop_together_do_not_save_what_was_rolled_back(tmp_path: 
 @pytest.mark.unit
 def test_roll_back_before_a_step_removes_what_came_after_it(tmp_path: Path) -> None:
     """And leaves data out where it lay; what all processes agree on is done before the step is logged or saved."""
-
-    class Ranges(Plugin):
-        @hookimpl
-        def on_start(self) -> None:
-            self.seen: list[Any] = []
-
-        @hookimpl
-        def on_step(self, step: Any) -> None:
-            self.seen.append((step.step, step.data_range[0] // 4))
 
     def back(control: Any) -> None:
         control.roll_back("a spike", before=4, leave_out=[(16, 20), (8, 12)], agreed=True)
@@ -415,14 +407,24 @@ def test_a_plugin_that_fails_ends_the_run_and_is_told_of(tmp_path: Path) -> None
     assert json.loads((tmp_path / "a" / "outcome.json").read_text(encoding="utf-8"))["outcome"] == "failed"
 
 
+class First(Plugin):
+    """Fails before anything else does."""
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        raise LookupError("the first")
+
+
 class NoRouteError(ForgeError):
     code = 4
     type = "communication"
 
 
+@pytest.mark.unit
 def test_a_plugin_explains_an_error_in_its_own_words(tmp_path: Path) -> None:
     seen: list[tuple[int, BaseException | None, bool, bool, Path | None]] = []
     told: list[BaseException | None] = []
+    recorded: list[str] = []
 
     class Bad(Plugin):
         @hookimpl
@@ -435,6 +437,7 @@ def test_a_plugin_explains_an_error_in_its_own_words(tmp_path: Path) -> None:
         def on_end(self, finished: Finished) -> None:
             made = finished.model is not None, finished.optimizer is not None
             seen.append((finished.step, finished.error, *made, finished.log))
+            recorded.append((finished.run / "outcome.json").read_text(encoding="utf-8"))
             if isinstance(finished.error, OSError):
                 finished.explain(NoRouteError("The license server can't be reached."))
 
@@ -448,6 +451,7 @@ def test_a_plugin_explains_an_error_in_its_own_words(tmp_path: Path) -> None:
         toys.run(tmp_path, Bad, Explains, Told, name="a")
     assert told == [caught.value]
     assert isinstance(caught.value.__cause__, OSError)
+    assert "errno 113" in recorded[0], "a plugin may wait for long before it explains anything"
     ((*failed, file),) = seen
     assert failed == [3, caught.value.__cause__, True, True]
     assert file is not None
@@ -461,34 +465,27 @@ def test_a_plugin_explains_an_error_in_its_own_words(tmp_path: Path) -> None:
     assert outcome["error"]["message"] == "The license server can't be reached."
 
 
+@pytest.mark.unit
 def test_a_plugin_that_fails_to_explain_an_error_hides_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Bad(Plugin):
-        @hookimpl
-        def on_step(self, step: StepResult) -> None:
-            raise LookupError("the first")
-
     class Explains(Plugin):
         @hookimpl
         def on_end(self, finished: Finished) -> None:
             raise KeyError("the second")
 
     with pytest.raises(LookupError, match="the first"):
-        toys.run(tmp_path, Bad, Explains)
+        toys.run(tmp_path, First, Explains)
     assert "failed in on_end and is left out from here on: KeyError: 'the second'" in caplog.text
 
 
+@pytest.mark.unit
 def test_a_plugin_that_fails_at_the_end_of_a_failed_run_keeps_no_other_from_closing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed: list[str] = []
 
-    class Bad(Plugin):
-        @hookimpl
-        def on_step(self, step: StepResult) -> None:
-            raise LookupError("the first")
-
+    class Second(First):
         @hookimpl
         def on_end(self, finished: Finished) -> None:
             raise KeyError("the second")
@@ -499,11 +496,12 @@ def test_a_plugin_that_fails_at_the_end_of_a_failed_run_keeps_no_other_from_clos
             closed.append(finished.outcome)
 
     with pytest.raises(LookupError, match="the first"):
-        toys.run(tmp_path, Bad, Closes)
+        toys.run(tmp_path, Second, Closes)
     assert closed == ["failed"]
     assert "Nor could it be recorded how the run ended: KeyError: 'the second'" in caplog.text
 
 
+@pytest.mark.unit
 def test_only_an_error_can_be_explained(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="the run is done; only an error can be explained"):
         Finished("done", 1, None, 0, tmp_path).explain(ForgeError("no"))
@@ -513,21 +511,10 @@ def test_only_an_error_can_be_explained(tmp_path: Path) -> None:
 def test_what_fails_while_a_failure_is_recorded_does_not_hide_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Bad(Plugin):
-        @hookimpl
-        def on_step(self, step: Any) -> None:
-            raise LookupError("the first")
-
-        @hookimpl
-        def on_end(self, finished: Finished) -> None:
-            raise KeyError("the second")
-
-    with pytest.raises(LookupError, match="the first"):
-        toys.run(tmp_path, Bad)
-    assert "KeyError: 'the second'" in caplog.text
     monkeypatch.setattr("forge_train.loop.run.Run.end", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(LookupError, match="the first"):
-        toys.run(tmp_path, Bad)
+        toys.run(tmp_path, First)
+    assert "Nor could it be recorded how the run ended: OSError: [Errno 28] No space left" in caplog.text
 
 
 @pytest.mark.unit

@@ -211,7 +211,7 @@ def test_plan_shows_it(site: Path) -> None:
     assert any(one["axis"] == "pods" for one in plan["communication"])
 
 
-def test_its_optimizer_calls_a_hook_that_another_package_implements(
+def test_hooks_lists_the_slot_of_one_package_and_its_provider_in_another(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(site))

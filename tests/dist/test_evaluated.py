@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train import EvaluatedWeights, Plugin, PluginError, Span, SpanName, hookimpl
+from forge_train import EvaluatedWeights, Plugin, PluginError, Span, SpanName, StepResult, hookimpl
 from forge_train_contrib.ema import EMA
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.offline.hf_import import import_checkpoint
@@ -89,9 +89,20 @@ def test_what_is_not_there_is_told_after_the_first_step(run_forge: RunForge) -> 
 
 
 def test_terms_that_are_no_numbers_are_told_before_the_first_step(run_forge: RunForge) -> None:
-    wrong = type("Wrong", (Nowhere,), {"terms": {"model.{name}": "all"}})
-    with pytest.raises(PluginError, match=r"'wrong'.*hook around .*`terms` must be a dictionary of number, .*'all'"):
-        run_forge([wrong], steps=1)
+    steps: list[int] = []
+
+    class Counts(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            steps.append(step.step)
+
+    for terms, told in (({"model.{name}": "all"}, "'all'"), (["model.{name}"], "a list")):
+        wrong = type("Wrong", (Nowhere,), {"terms": terms})
+        with pytest.raises(
+            PluginError, match=rf"'wrong'.*hook around .*`terms` must be a dictionary of number, .*{told}"
+        ):
+            run_forge([wrong, Counts], steps=1)
+    assert not steps
 
 
 def test_two_that_want_other_weights_are_refused(run_forge: RunForge) -> None:

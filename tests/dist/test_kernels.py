@@ -51,7 +51,7 @@ def test_it_is_refused_where_documents_are_kept_apart_with_the_names_of_others(
     forge_plugins.add(kernels.Wide)
     with pytest.raises(ConfigError) as error:
         run_forge([kernels.Plain], folder=tmp_path / "runs")
-    able = [one.name for one in discover() if (able := Source(one).kernel_capabilities) and able.documents]
+    able = [one.name for one in discover() if (has := Source(one).kernel_capabilities) and has.documents]
     assert {"everything", "sdpa", "wide"} <= {*able}
     assert str(error.value) == (
         "Plugin 'plain' (under-test 0) computes attention without document masks; plugin 'text' asks for it. "

@@ -80,7 +80,7 @@ def trained(folder: Path, given: list[cases.Case], ranks: int = 1) -> list[dict[
             named = {name: str(value) for name, value in more.items()}
             processes.append(subprocess.Popen(command, env=environment | named, stdout=log, stderr=log))
     try:
-        codes = [process.wait() for process in processes]
+        codes = [process.wait(timeout=800) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -13,7 +13,7 @@ import pytest
 
 import toys
 from forge_cli import environment
-from forge_train import ForgeError, Plugin, hookimpl
+from forge_train import Evaluation, ForgeError, Plugin, hookimpl
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.checkpoint import check, found
 
@@ -196,13 +196,20 @@ def test_a_failing_logger_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptur
         exec(f"def {hook}(self, {parameters[hook]}): fail(self)", space)  # arguments are given by name
         return type(f"Bad{hook.title().replace('_', '')}", (Plugin,), {hook: hookimpl(space[hook])})
 
-    plugins = [failing(hook) for hook in ("on_log", "on_checkpoint", "on_end")]
+    class BadEvaluation(Plugin):
+        @hookimpl
+        def on_log(self, record: Any) -> None:
+            if isinstance(record, Evaluation):
+                failures.append("evaluation")
+                raise OSError("evaluation failed")
+
+    plugins = [*(failing(hook) for hook in ("on_log", "on_checkpoint", "on_end")), BadEvaluation]
     config = {"train.evaluate_every": 2, "checkpoint.every": 2}
     run = toys.run(tmp_path, *plugins, toys.Noise, config=config, name="a")
     assert run.finished.outcome == "done"
     assert run.numbers == toys.run(tmp_path, toys.Noise, config=config, name="b").numbers
-    assert sorted(failures) == ["on_checkpoint", "on_end", "on_log"]  # each once
-    assert caplog.text.count("is left out from here on") == 3
+    assert sorted(failures) == ["evaluation", "on_checkpoint", "on_end", "on_log"]  # each once
+    assert caplog.text.count("is left out from here on") == 4
     assert [saved.step for saved in found(run.run / "checkpoints")] == [4, 2]
 
 

@@ -181,8 +181,11 @@ def refuses_what_it_does_not_declare(bench: Bench) -> str:
     shape = BATCH, SEQUENCE, HEADS, min(able.head_dims, default=8)
     query = torch.randn(shape, device=device, dtype=dtype)
     numbers = torch.arange(HEADS, dtype=torch.int32, device=device)
+    documents, few = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=device), SEQUENCE // 2
     options = {
-        "documents": AttentionOptions(document_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=device)),
+        "documents": AttentionOptions(document_ids=documents),
+        "offsets": AttentionOptions(offset=1),
+        "blocks": AttentionOptions(offset=1, document_ids=documents, query_document_ids=documents[:, :few]),
         "windows": AttentionOptions(window=4),
         "dropout": AttentionOptions(dropout=DroppedWeights(0.25, numbers[:BATCH], numbers)),
         "soft_caps": AttentionOptions(soft_cap=0.7),
@@ -192,7 +195,7 @@ def refuses_what_it_does_not_declare(bench: Bench) -> str:
     asked = {flag: one for flag, one in options.items() if not getattr(able, flag)}
     for flag, one in asked.items():
         try:
-            kernel(query, query, query, one)
+            kernel(query[:, :few] if one.offset else query, query, query, one)
         except ConfigError:
             continue
         require(False, f"ignores {flag}, which it does not declare; call options.check(…) first")
