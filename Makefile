@@ -9,7 +9,7 @@ PIP := $(PY) -m pip --disable-pip-version-check -qq
 TESTED := constraints/tested.txt
 # Files that `make test` leaves to `make test-dist`: all but one layout of two ranks of each kind, and the longest of the others.
 LATER := $(filter-out %/test_two_ranks.py,$(wildcard tests/dist/test_*.py)) $(addprefix tests/, \
-	cli/test_cli_plan_pipeline.py cli/test_plugins_new.py core/test_planning_alike.py core/test_planning_twins.py \
+	cli/test_cli_plan_pipeline.py cli/test_plugins_new.py core/test_outside_axis.py core/test_planning_alike.py core/test_planning_twins.py \
 	e2e/test_heads_learn.py test_gpu_suite.py e2e/test_plan_at_scale.py e2e/test_plugin_package.py laws/test_law_09_pretended_cuda.py plugins/test_compile.py test_mutants.py)
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 # The tested versions, but with the torch that is there.

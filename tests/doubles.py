@@ -32,9 +32,11 @@ def in_double(model: nn.Module, tokens: Tensor) -> Tensor:
 
     The model keeps its weights in float64.
     """
-    library = hasattr(model, "set_experts_implementation")
+    from transformers import PreTrainedModel
+
+    library = isinstance(model, PreTrainedModel)
     if library:
-        model.set_experts_implementation("eager")  # type: ignore[operator]  # the default multiplies in float32 only
+        model.set_experts_implementation("eager")  # the default multiplies in float32 only
     with torch.no_grad(), Doubles():
         output = model.double()(tokens)
         found: Tensor = output.logits if library else model.get_submodule("head")(output)

@@ -102,6 +102,21 @@ def test_a_round_copies_what_is_lacking_and_removes_what_is_old(
         assert bring([Store(address)], tmp_path / "other", after=3) is None
 
 
+@pytest.mark.parametrize("call", ["ls", "cat"])
+def test_what_a_run_removes_while_a_round_looks_for_it_stays_in_the_store(
+    tmp_path: Path, place: Path, call: str
+) -> None:
+    def remove(what: str) -> None:
+        if what.startswith(call) and "step-00000001" in what:
+            shutil.rmtree(place / "step-00000001", ignore_errors=True)
+
+    with bucket(tmp_path / "bucket"):
+        one_round(place)
+    with bucket(tmp_path / "bucket", remove):
+        assert (one_round(place).problem, steps()) == ("", [2, 1])
+    assert not (place / "step-00000001").exists()
+
+
 def trials(tmp_path: Path, place: Path, fails: Any) -> Iterator[tuple[Sent, bool]]:
     """Copy step 3 to a store that holds 1 and 2, with a failure at each call in turn, until no call is left to fail."""
     far = tmp_path / "bucket"

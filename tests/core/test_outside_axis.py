@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,45 +23,10 @@ from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Pool, Verifier
 from packages import package
 
-AXES = """
-from forge_train import Axis
-
-PODS = Axis("pods", splits_data=True, averages=True, meaning="Copies of the model, joined by a slow network.")
-"""
-PODS = '''
-from forge_train import Applied, Phase, Plugin, Transform, hookimpl
-
-
-class Pods(Plugin):
-    """Averages gradients between pods once a step."""
-
-    api = (1, 0)
-    layout = True
-    provides = ("pods",)
-    facts = {"plan.per_unit": True}
-
-    @hookimpl
-    def parallelize(self, job):
-        ranks = job.dist.layout.size("pods")
-        if ranks == 1:
-            return None
-
-        def apply(part):
-            import torch
-
-            from forge_train.mesh.tensors import local
-
-            @torch.no_grad()
-            def average():
-                for parameter in part.parameters():
-                    if parameter.requires_grad:
-                        if parameter.grad is None:  # a collective needs every pod
-                            parameter.grad = torch.zeros_like(parameter)
-                        job.dist.all_reduce(local(parameter.grad), axis="pods").div_(ranks)
-
-            return Applied(part, tuple(name for name, _ in part.named_parameters()), after_backward=average)
-
-        return Transform(Phase.TENSOR, "pods", apply, covers=("pods",))
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "add-an-axis.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r'```python title="pods/(\w+\.py)"\n(.*?)```', PAGE, re.DOTALL))
+"""The package, as the page has it."""
+HALF = '''
 
 
 class Half(Plugin):
@@ -117,7 +83,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     plugins = {"pods": "pods.plugin:Pods", "half": "pods.plugin:Half"}
     points = {"plugins": plugins, "axes": {"pods": "pods.axes:PODS"}}
-    package(folder, "pods", {"axes.py": AXES, "plugin.py": PODS}, points)
+    package(folder, "pods", {"axes.py": FILES["axes.py"], "plugin.py": FILES["plugin.py"] + HALF}, points)
     points = {"plugins": {"ruled": "ruled.plugin"}, "hookspecs": {"ruled": "ruled.specs"}}
     package(folder, "ruled", {"specs.py": SPECS, "plugin.py": RULED}, points)
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40, encoding="utf-8")

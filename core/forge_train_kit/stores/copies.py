@@ -273,11 +273,11 @@ class Sender(CheckpointCopies):
         return sent
 
     def _send(self, store: Store, saved: Saved, sent: Sent) -> None:
-        began, self._sending = time.perf_counter(), saved.step
+        began, self._sending, lacking = time.perf_counter(), saved.step, False
         try:
             if check(saved.path):
                 return
-            if not store.has(saved.path):
+            if lacking := not store.has(saved.path):
                 store.put(saved.path)
                 name, seconds = saved.path.name, time.perf_counter() - began
                 sent.copied.append(Copied(saved.step, name, store.at(name), saved.bytes, seconds))
@@ -285,7 +285,8 @@ class Sender(CheckpointCopies):
         except (ForgeError, OSError):
             if saved.path.exists():
                 raise
-            store.remove(saved.path.name)  # the run has removed it meanwhile
+            if lacking:  # the run has removed it meanwhile: so goes the part that was sent
+                store.remove(saved.path.name)
 
 
 def best_of(places: Sequence[Store]) -> Iterator[tuple[int, Any]]:
