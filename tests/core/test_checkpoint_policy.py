@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Plugin, hookimpl
+from forge_train.base.disk import DiskError
+from forge_train.checkpoint import writing
 from forge_train.checkpoint.checkpoint import found
 from forge_train.contract.events import Evaluation
 from forge_train.loop import checkpoint_policy
@@ -109,6 +112,25 @@ def test_the_best_by_a_metric_of_evaluations(
     run = toys.run(tmp_path, Scores, steps=8, config={**EVALUATED, "checkpoint": best, **more})
     assert steps(run) == saves
     assert kept(run) == keeps
+
+
+@pytest.mark.parametrize("more", [{}, ASYNC])
+def test_the_best_stays_where_a_better_one_can_t_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Fills(Plugin):
+        @hookimpl
+        def on_checkpoint(self, event: Any) -> None:
+            if (event.kind, event.step) == ("saving", 6):
+                monkeypatch.setattr(writing, "seal", refuse)
+
+    config = {**EVALUATED, "checkpoint.best": "evaluation.scores.score", "checkpoint.every": 1, **more}
+    with pytest.raises(DiskError):
+        toys.run(tmp_path, Scores, Fills, name="run", steps=8, config=config)
+    assert [saved.step for saved in found(tmp_path / "run" / "checkpoints")] == [5, 4]
 
 
 def test_the_best_is_remembered_by_a_resumed_run(tmp_path: Path) -> None:

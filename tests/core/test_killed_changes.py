@@ -169,6 +169,25 @@ def test_prune_has_latest_name_what_stays(stale: Path) -> None:
     assert (stale / "checkpoints/latest").read_text() == "step-00000004\n"
 
 
+def test_prune_removes_a_checkpoint_between_its_two_names(stale: Path) -> None:
+    first = stale / "checkpoints" / "step-00000001"
+    first.rename(first.with_name(f".{first.name}.replaced"))
+    assert forge("checkpoint", "prune", stale, "--keep", "1").code == 0
+    assert sorted(path.name for path in first.parent.iterdir()) == ["latest", "step-00000004"]
+
+
+def test_what_a_kill_leaves_of_a_removal_is_removed_whatever_the_name_before(
+    stale: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = stale / "checkpoints" / "step-00000004"
+    last.rename(last.with_name(f".{last.name}.replaced"))
+    monkeypatch.setattr(shutil, "rmtree", lambda *path, **more: None)
+    found.remove(found.found(last.parent)[0])
+    monkeypatch.undo()
+    files.remove_remains(last.parent)
+    assert [path.name for path in last.parent.iterdir() if path.name.startswith(".")] == []
+
+
 def test_a_run_killed_while_it_rolls_back_is_the_uninterrupted_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

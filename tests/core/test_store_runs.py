@@ -172,6 +172,15 @@ def test_a_roll_back_removes_what_came_after_from_the_store_and_finds_there_what
     assert run.finished.outcome == "done"
 
 
+def test_a_checkpoint_stays_in_the_folder_until_a_newer_one_is_whole_there(tmp_path: Path, far: Path) -> None:
+    def at(step: int) -> None:
+        if step == 3:
+            (tmp_path / "a" / "checkpoints" / "step-00000009").mkdir()
+
+    toys.run(tmp_path, stepping(at), name="a", steps=4, config={**FOLDER, "checkpoint.every": 2, "checkpoint.keep": 3})
+    assert {path.name for path in (tmp_path / "a" / "checkpoints").glob("step-*")} == {"step-00000004", "step-00000009"}
+
+
 def test_a_run_that_starts_over_takes_a_name_that_is_free_in_the_store_too(tmp_path: Path, far: Path) -> None:
     toys.run(tmp_path / "one", name="a", steps=1, config=MIRROR)
     again = toys.run(tmp_path / "two", name="a", steps=1, config=MIRROR, resume="never")

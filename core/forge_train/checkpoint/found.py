@@ -108,7 +108,7 @@ def is_kept(step: int, keep_every: int, spared: Set[int]) -> bool:
 
 def remove(saved: Saved) -> None:
     """Remove a checkpoint, which is never seen half removed."""
-    gone = saved.path.with_name(f".{saved.path.name}.removed")
+    gone = saved.path.with_name(f".step-{saved.step:08d}.removed")
     saved.path.replace(gone)
     shutil.rmtree(gone, ignore_errors=True)
 

@@ -37,6 +37,8 @@ class _Written:
     saved: checkpoint.Saved
     seconds: float
     """Since its save began."""
+    spared: Set[int]
+    """Steps that stay beside it and the newest ones."""
     pruned: Sequence[checkpoint.Saved] = ()
     """The older ones that were removed behind training."""
 
@@ -63,18 +65,15 @@ class Saver:
         self._plan: Any = None
         self._flight: _Flight | None = None
         self._began = 0.0
-        self._spared: set[int] = set()
-        self._elsewhere = CheckpointCopies()
-        if job.dist.main:
-            self._elsewhere = job.hooks.checkpoint_copies(job.config, job.run.dir)
+        self._spared: Set[int] = frozenset()
+        self._elsewhere = job.hooks.checkpoint_copies(job.config, job.run.dir) if job.dist.main else CheckpointCopies()
 
     def start(self, step: int) -> None:
         """The run begins after a step: what an earlier attempt could not copy elsewhere is tried again."""
         self.undo()
         self._policy.start(self._elsewhere.best() if self._config.folder and step else ())
-        if self._job.dist.main:
-            for gone in _repaired(self._job, self._policy, step):
-                self._tell_gone(gone)
+        for gone in _repaired(self._job, self._policy, step) if self._job.dist.main else ():
+            self._tell_gone(gone)
         self._spared = self._policy.spared(step)
         self._elsewhere.send(self._spared)
 
@@ -82,8 +81,7 @@ class Saver:
         """Have the newest checkpoint of a step before this one in the run's folder; all processes call this."""
         folder = self._job.run.checkpoints
         saved = checkpoint.newest(folder, self._job.dist, before=before)
-        after = saved.step if saved else -1
-        self._job.dist.on_main(lambda: self._elsewhere.bring(after=after, before=before))
+        self._job.dist.on_main(lambda: self._elsewhere.bring(after=saved.step if saved else -1, before=before))
 
     def undo(self) -> None:
         """Finish the roll-back that the run's folder notes: remove what must not be resumed, here and elsewhere."""
@@ -143,25 +141,24 @@ class Saver:
             form=self._config.format,
         )
         self._plan = staged.shards.plan
-        self._spared = self._policy.spared(step) if job.dist.main else set()
-        spared, elsewhere = self._spared | self._elsewhere.sending, self._elsewhere.everywhere
+        kept = self._policy.spared(step)
+        spared, elsewhere = kept | self._elsewhere.sending, self._elsewhere.everywhere
 
         def write(by: DistributedContext) -> _Written:
             names = ("config.toml", "plugins.json", model_files.FOLDER)
             beside = [path for name in names if (path := job.run.dir / name).exists()]
             saved = commit(staged, by, beside=beside, latest=job.run.checkpoints / "latest")
-            return _Written(saved, time.perf_counter() - began)
-
-        def old(by: DistributedContext) -> list[checkpoint.Saved]:
-            return list(self._remove_old(by, spared, elsewhere))
+            return _Written(saved, time.perf_counter() - began, kept)
 
         if behind is not None:
-            task = Background(lambda: replace(write(behind), pruned=old(behind)), job.dist)
+            task = Background(
+                lambda: replace(write(behind), pruned=[*self._remove_old(behind, spared, elsewhere)]), job.dist
+            )
             self._flight = _Flight(step, time.perf_counter() - began, task)
             return
         written = write(job.dist)
         self._tell_written(written, written.seconds)
-        for gone in old(job.dist):
+        for gone in self._remove_old(job.dist, spared, elsewhere):
             self._tell_gone(gone)
 
     @during("save")
@@ -192,6 +189,7 @@ class Saver:
         flight, self._flight = self._flight, None
         try:
             written = flight.task.result()
+            self._spared = written.spared
             if self._job.dist.main:
                 log.info("The checkpoint of step %s, which was being written, is whole.", flight.step)
                 self._event_saved(written, flight.blocked)
@@ -205,6 +203,7 @@ class Saver:
         try:
             self._elsewhere.wait()
             if self._job.dist.main and (self._began or self._elsewhere.everywhere):
+                self._job.run.check_lock()
                 for gone in self._remove_old(ALONE, self._spared, self._elsewhere.everywhere):
                     self._tell_gone(gone)
         except Exception as error:  # the run itself has ended as it did, and its checkpoints are whole
@@ -221,9 +220,10 @@ class Saver:
         """
         folder, config = self._job.run.checkpoints, self._config
         yield from prune(folder, config.keep, config.keep_every, by, spared=spared)
-        for saved in checkpoint.found(folder)[1:] if config.folder and by.main else ():
-            if saved.step in elsewhere:
-                checkpoint.remove(saved)
+        if config.folder and by.main and (newest := next(found.whole(folder, ALONE), None)):
+            for saved in found.found(folder):
+                if saved.step < newest.step and saved.step in elsewhere:
+                    checkpoint.remove(saved)
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -231,14 +231,14 @@ class Saver:
         if self._job.dist.main:
             self._event_saved(written, blocked)
         self._job.hooks.on_checkpoint(CheckpointEvent("saved", written.saved.step, written.saved.path))
+        self._spared = written.spared
         self._elsewhere.send(self._spared)
         for gone in written.pruned:
             self._tell_gone(gone)
 
     def _event_saved(self, written: _Written, blocked: float) -> None:
-        saved = written.saved
-        fields = {"path": saved.path.name, "seconds": written.seconds, "blocked": blocked, "bytes": saved.bytes}
-        self._job.run.event("checkpoint_saved", saved.step, **fields)
+        saved, seconds = written.saved, {"seconds": written.seconds, "blocked": blocked}
+        self._job.run.event("checkpoint_saved", saved.step, path=saved.path.name, bytes=saved.bytes, **seconds)
 
     def _tell_gone(self, gone: checkpoint.Saved) -> None:
         if not self._config.folder:  # where it is kept

@@ -94,8 +94,8 @@ def remove(run: Path, retention: Retention) -> Iterator[Saved]:
     """
     lock = take(run)
     try:
+        remove_remains(run / "checkpoints")  # and put back what was being replaced
         gone = unwanted(run, retention)
-        remove_remains(run / "checkpoints")
         name_latest(run / "checkpoints", checkpoint.newest(run / "checkpoints"))  # never one that is removed
         for saved in gone:
             checkpoint.remove(saved)
