@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_train.contract.events import CheckpointEvent, StepResult
+from forge_train.plugin import hookspecs
 from forge_train.plugin.plugin import Plugin, hookimpl
 from forge_train_tools.configuration.request import Request
 
@@ -188,7 +189,7 @@ class ByHand:
     def __init__(self, job: Job, part: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> None:
         train = job.config.train
         self.part, self.optimizer, self.loader, self.device = part, optimizer, loader, job.device
-        self.task, self.clip_norm = job.hooks.task(), train.clip_norm
+        self.task, self.clip_norm = hookspecs.task(job), train.clip_norm
         self.accumulation = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
 
     def step(self) -> None:

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from forge_command import Forge
+from forge_train.plugin import hookspecs
 from forge_train_cli.presets import Preset, everything
 from forge_train_kit.hf.start import exported
 from forge_train_tools.configuration.request import Request
@@ -29,7 +30,7 @@ def test_has_the_published_number_of_parameters(preset: Preset, tmp_path: Path) 
     setup = resolve(Request(config=preset.name, set=("run.device=cpu",)), world=_devices(preset)[0])
     job = lone_job(setup, tmp_path)
     with torch.device("meta"):
-        model = job.hooks.build_model()
+        model = hookspecs.build_model(job)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     further = sum(size for name, size in sizes.items() if name.startswith("tail."))
     assert sum(sizes.values()) - further == preset.parameters

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ema_cases
 from forge_train import Model, Plugin, StepResult, Update, hookimpl
+from forge_train.plugin import hookspecs
 from forge_train_contrib.ema import EMA
 from forge_train_tools.testing import Pool, RunForge, TinyRun, assert_conforms
 
@@ -93,9 +94,9 @@ def test_a_skipped_step_does_not_count(run_forge: RunForge) -> None:
 
 def test_evaluation_is_that_of_the_average(run_forge: RunForge) -> None:
     run = run_forge([EMA], {**EVALUATED, "adamw.lr": 1e-2}, steps=4)
-    hooks = run.job.hooks
-    task = hooks.task()
-    executor, loader, prepare = hooks.executor(run.model, task), hooks.build_data("validation"), hooks.prepare_batch()
+    task = hookspecs.task(run.job)
+    executor = hookspecs.executor(run.model, task, run.job)
+    loader, prepare = run.job.hooks.build_data("validation"), run.job.hooks.prepare_batch()
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
             parameter.copy_(average(run)[name])

@@ -40,6 +40,7 @@ from forge_train import (
 )
 from forge_train.contract.events import Evaluation, Finished, StepResult
 from forge_train.contract.reference import PluginRef
+from forge_train.plugin import hookspecs as kernel
 from forge_train.plugin.blame import note_plugin
 from forge_train.plugin.calls import Calls, EnabledPlugin, implemented
 from forge_train.plugin.hookspecs import SPECS
@@ -431,11 +432,11 @@ def giving(name: str, answer: Any) -> Plugin:
 
 def test_a_slot_is_asked_of_its_one_provider() -> None:
     optimizer = sgd()
-    assert hooks(giving("A", optimizer)).optimizer("model") is optimizer  # type: ignore[arg-type]
+    assert kernel.optimizer("model", hooks(giving("A", optimizer)).job) is optimizer
     with pytest.raises(PluginError, match=r"Plugin 'a' \(dist 1\), hook optimizer \(.*\): expected .*, found None\."):
-        hooks(giving("A", None)).optimizer("model")  # type: ignore[arg-type]
+        kernel.optimizer("model", hooks(giving("A", None)).job)
     with pytest.raises(ConfigError, match=r"Plugins 'a' \(dist 1\) and 'b' \(dist 1\) both fill the slot 'optimizer'"):
-        hooks(giving("B", sgd()), giving("A", sgd())).optimizer("model")  # type: ignore[arg-type]
+        kernel.optimizer("model", hooks(giving("B", sgd()), giving("A", sgd())).job)
     with pytest.raises(ConfigError, match="No enabled plugin fills the slot 'lr_schedule'"):
         hooks().lr_schedule("optimizer")  # type: ignore[arg-type]
 
@@ -555,7 +556,7 @@ def test_spans_nest_in_the_order_of_names() -> None:
         return make(type(name, (Plugin,), {"around": hookimpl(lambda self, span: inside if span == wanted else None)}))
 
     made = hooks(plugin("B", "step"), plugin("A", "step"), plugin("C", "save"))
-    around = made.span("step")
+    around = kernel.around("step", made.job)
     for _ in range(2):
         with around():
             seen.append("|")
@@ -563,7 +564,7 @@ def test_spans_nest_in_the_order_of_names() -> None:
             raise ZeroDivisionError
     assert seen == ["+A", "+B", "|", "-B", "-A", "+A", "+B", "-B", "-A"] * 2
     seen.clear()
-    with made.span("evaluate")():
+    with kernel.around("evaluate", made.job)():
         assert not seen
 
 
@@ -591,10 +592,10 @@ def test_a_thing_that_no_plugin_need_claim(tmp_path: Path) -> None:
 
     made = hooks(plugin("A", ".a"), plugin("B", ".b"), plugin("C", ".b"))
     model: Any = None
-    assert made.initial_weights(tmp_path / "x.a", model) == InitialWeights(("A",))
-    assert made.initial_weights(tmp_path / "x.c", model) is None
+    assert kernel.initial_weights(tmp_path / "x.a", model, made.job) == InitialWeights(("A",))
+    assert kernel.initial_weights(tmp_path / "x.c", model, made.job) is None
     with pytest.raises(ConfigError, match=r"Plugins 'b' and 'c' both build initial_weights for path .*x\.b"):
-        made.initial_weights(tmp_path / "x.b", model)
+        kernel.initial_weights(tmp_path / "x.b", model, made.job)
 
 
 # -- hooks of every kind are found whatever else a plugin is ---------------------------------------

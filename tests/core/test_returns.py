@@ -29,6 +29,7 @@ from forge_train import (
     hookimpl,
 )
 from forge_train.contract import protocols
+from forge_train.plugin import hookspecs
 from forge_train.plugin.returns import kind_of, results, returned
 from forge_train.registry.declared import Specs
 from forge_train_kit import losses
@@ -488,4 +489,4 @@ def test_what_a_plugin_gave_is_used_as_it_is(tmp_path: Path) -> None:
         more = "of its own"
 
     run = toys.run(tmp_path, answering("Fine", "task", Task()), steps=1)
-    assert run.job.hooks.task().more == "of its own"  # type: ignore[attr-defined]
+    assert hookspecs.task(run.job).more == "of its own"  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import toys
 from forge_train import MASKED, Batch, Evaluator, Job, Plugin, hookimpl
+from forge_train.plugin import hookspecs
 from forge_train_kit.model import full_tensor
 from forge_train_tools.offline.evaluate import worker
 from forge_train_tools.testing import run_forge
@@ -24,7 +25,7 @@ class Accuracy(Plugin):
     def evaluators(self, job: Job) -> Evaluator:
         from forge_train_kit.metrics import Accuracy, Mean
 
-        task = job.hooks.task()
+        task = hookspecs.task(job)
         accuracy, confidence = Accuracy(top=64), Mean()
 
         def measure(part: nn.Module, hidden: Tensor, batch: Batch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 import cases
 import toys
 from forge_train import MASKED, Batch, Gt, Job, Model, Plugin, hookimpl, section
+from forge_train.plugin import hookspecs
 from forge_train_tools.testing import TinyRun, run_forge
 
 PROMPT = 2
@@ -62,7 +63,7 @@ class RolloutLoader(toys.PlacedLoader):
             return
         mine = [self.position + place for place in range(self.size) if self._owner(place) == self.job.dist.data_rank]
         rows = torch.stack([_prompt(index + self.offset) for index in mine])
-        task = self.job.hooks.task()
+        task = hookspecs.task(self.job)
         while rows.shape[1] < self.length:
             hidden = model(rows)
             logits = task.outputs(model.parts[-1], hidden, Batch(rows, rows))

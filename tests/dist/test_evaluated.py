@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from forge_train import EvaluatedWeights, Plugin, PluginError, Span, SpanName, StepResult, hookimpl
+from forge_train.plugin import hookspecs
 from forge_train_contrib.ema import EMA
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.offline.hf_import import import_checkpoint
@@ -34,7 +35,7 @@ def run(request: pytest.FixtureRequest, run_forge: RunForge) -> TinyRun:
 
 
 def evaluated(run: TinyRun) -> dict[str, torch.Tensor]:
-    with run.job.hooks.span("evaluate")():
+    with hookspecs.around("evaluate", run.job)():
         return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
 
 

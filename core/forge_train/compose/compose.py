@@ -16,6 +16,7 @@ from ..base.failure import during
 from ..base.format import format_list, place
 from ..contract.model import Extra, ExtraModel, Init, Model
 from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
+from ..plugin import hookspecs
 from ..plugin.calls import EnabledPlugin, plugin_note, without
 from ..plugin.job import Job
 from ..plugin.returns import kind_of
@@ -93,7 +94,7 @@ def _extra(job: Job, spec: ExtraModel, own: Job, composition: Composition) -> tu
 def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], None] | None = None) -> Composition:
     """One model, on the meta device."""
     with torch.device("meta"), addressable(job.config.sections):
-        parts = [job.hooks.build_model()]
+        parts = [hookspecs.build_model(job)]
     if change is not None:
         change(parts[0])
     if frozen:

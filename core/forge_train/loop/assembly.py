@@ -15,6 +15,7 @@ from ..contract.model import Model
 from ..mesh.distributed import DistributedContext
 from ..mesh.layout import Layout
 from ..mesh.world import World
+from ..plugin import hookspecs
 from ..plugin.job import Job
 from ..registry.setup import Setup
 from ..run.run import Run
@@ -80,7 +81,7 @@ def assemble(
 def build_stepper(job: Job, model: Model, watcher: Watcher | None = None) -> Stepper:
     """Optimizer, schedule and data for a composed model, and a stepper over them."""
     watcher = watcher or Watcher()
-    optimizer = job.hooks.optimizer(model)
+    optimizer = hookspecs.optimizer(model, job)
     schedule = job.hooks.lr_schedule(optimizer)
     stepper = Stepper(job, model, optimizer, schedule, watcher.data(job, "train"), watcher)
     if job.config.train.evaluate_every:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from ..base.errors import ConfigError
 from ..base.failure import during
 from ..checkpoint import checkpoint
-from ..contract.model import Model
+from ..contract.model import InitialWeights, Model
+from ..plugin import hookspecs
 from ..plugin.job import Job
 from .run import is_checkpoint, is_run
 from .weights import Base, load_weights, new_head_patterns
@@ -53,7 +55,7 @@ def _from_plugin(model: Model, job: Job, path: Path) -> Initial | None:
     changed = job.config.train.init_map
     if not changed and (is_run(path) or is_checkpoint(path)):
         return None
-    found = job.hooks.initial_weights(path, model)
+    found = cast("InitialWeights | None", hookspecs.initial_weights(path, model, job))
     if found is None:
         if changed:
             raise ConfigError("train.init_map: no enabled plugin changes weights (initial_weights).")

@@ -11,6 +11,7 @@ from ..base.failure import during
 from ..checkpoint import checkpoint
 from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
+from ..plugin import hookspecs
 from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
 from ..step.aggregate import split
@@ -34,9 +35,9 @@ class Training:
         self.progress, job = Progress(), stepper.job
         self._base: Base | None = None
         self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
-        self._around_step = job.hooks.span("step")
-        self._around_evaluate = job.hooks.span("evaluate")
-        self._around_save = job.hooks.span("save")
+        self._around_step = hookspecs.around("step", job)
+        self._around_evaluate = hookspecs.around("evaluate", job)
+        self._around_save = hookspecs.around("save", job)
         self.policy = CheckpointPolicy(job)
         self.saver = Saver(job, self.policy)
         self._meter = Meter(job)

@@ -1,8 +1,8 @@
-"""The job, which every hook is given, and `job.hooks`, the one typed way to call the kernel's hooks."""
+"""The job, which every hook is given, and `job.hooks`: the run's plugins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -11,31 +11,27 @@ from ..base.errors import ConfigError, PluginError, Problem
 from ..contract.batch import CurrentStep, Preparation, PrepareBatch, PrepareStep
 from ..contract.events import metric_key
 from ..contract.metric import Metric
-from ..contract.model import Extra, ExtraModel, InitialWeights, Precision
+from ..contract.model import Extra, ExtraModel, Precision
 from ..contract.protocols import (
     CheckpointCopies,
     EvaluatedWeights,
     Evaluator,
-    Executor,
     Loader,
     LossScale,
     Schedule,
     Span,
     SpanName,
-    Task,
     Tokenizer,
 )
 from ..contract.transform import Transform
 from ..run.control import Control
-from .calling import Caller, Specs
-from .calls import EnabledPlugin, at_home
+from .calling import Caller
+from .calls import at_home
 from .guards import Guarded, Prepare, first_state, preparing
-from .plugin import Plugin
 from .returns import kind_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from ..config import Config
     from ..contract.events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
@@ -47,13 +43,10 @@ _T = TypeVar("_T")
 
 
 class Hooks(Caller):
-    """The enabled plugins of a run, with a typed method for each of the kernel's hooks: `job.hooks`."""
+    """The enabled plugins of a run: `job.hooks`. Its methods check or combine the answers of the kernel's hooks; a hook
+    without a method is called by its spec: `hookspecs.task(job)`."""
 
-    def __init__(
-        self, plugins: Sequence[tuple[EnabledPlugin, Plugin]], defaults: Mapping[str, str], specs: Specs
-    ) -> None:
-        super().__init__(plugins, defaults, specs)
-        self._job: Job | None = None
+    _job: Job | None = None
 
     def bind(self, job: Job) -> None:
         """Give the job that hooks are called with."""
@@ -81,9 +74,6 @@ class Hooks(Caller):
 
     # -- the kernel's slots -----------------------------------------------------------------------
 
-    def build_model(self) -> nn.Module:
-        return cast("nn.Module", self._ask("build_model"))
-
     def build_data(self, split: Literal["train", "validation"]) -> Loader:
         loader: Loader = self._ask("build_data", split=split)
         state = first_state(loader, self.whose("build_data"))
@@ -98,15 +88,6 @@ class Hooks(Caller):
         guard = Guarded(tokenizer, Tokenizer, self.whose("tokenizer"))
         guard.decode(guard.encode("a"))
         return tokenizer
-
-    def task(self) -> Task:
-        return cast("Task", self._ask("task"))
-
-    def executor(self, model: Model, task: Task) -> Executor:
-        return cast("Executor", self._ask("executor", model=model, task=task))
-
-    def optimizer(self, model: Model) -> torch.optim.Optimizer:
-        return cast("torch.optim.Optimizer", self._ask("optimizer", model=model))
 
     def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
         schedule: Schedule = self._ask("lr_schedule", optimizer=optimizer)
@@ -128,14 +109,10 @@ class Hooks(Caller):
         return preparing(self.whose("build_data"), answers, self._calls, self.job.dist)
 
     def span(self, name: SpanName) -> Span:
-        """All context managers around a span, nested in order of plugin names, as one factory."""
         return cast("Span", self._ask("around", span=name))
 
     def check_config(self, config: Config) -> list[Problem]:
         return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]
-
-    def initial_weights(self, path: Path, model: Model) -> InitialWeights | None:
-        return cast("InitialWeights | None", self._ask("initial_weights", path=path, model=model))
 
     def extra_models(self) -> list[tuple[str, ExtraModel]]:
         return [(name, one) for name, found in self._ask("extra_models") for one in found]

@@ -16,6 +16,7 @@ from ..contract.batch import MASKED, Batch
 from ..contract.model import Model
 from ..contract.protocols import Evaluator, Executor, Loader, Task
 from ..mesh.tensors import remember_host
+from ..plugin import hookspecs
 from ..plugin.job import Job
 from .aggregate import Metrics
 
@@ -35,8 +36,8 @@ class Forward:
 
     def __init__(self, job: Job, model: Model) -> None:
         self.job, self.model = job, model
-        self.task: Task = job.hooks.task()
-        self.executor: Executor = job.hooks.executor(model, self.task)
+        self.task: Task = hookspecs.task(job)
+        self.executor: Executor = hookspecs.executor(model, self.task, job)
         self._prepare = job.hooks.prepare_batch()
         self._transfer = _Transfer(job.device)
         model.watch(job.step.passes)
@@ -128,7 +129,7 @@ class Forward:
     def measure(self, evaluator: Evaluator, data: Loader, count: int, whose: str) -> None:
         """Have an evaluator see some micro-batches of each rank."""
         task = _Measuring(evaluator)
-        executor = self.job.hooks.executor(self.model, task)
+        executor = hookspecs.executor(self.model, task, self.job)
         self.show_model(data)
         self.model.train(False)
         for size in self._global_batches(count):

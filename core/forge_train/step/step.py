@@ -19,6 +19,7 @@ from ..contract.events import StepResult, Update
 from ..contract.model import Model
 from ..contract.protocols import Loader, LossScale, Schedule
 from ..mesh.tensors import full_tensor, gradients_of, scale
+from ..plugin import hookspecs
 from ..plugin.job import Job
 from ..registry.unused import note_unused
 from ..store.placement import reduce_partial
@@ -83,8 +84,8 @@ class Stepper(Forward):
         self.tokenizer = tokenizer_digest(job)
         self.evaluated = next(iter(job.hooks.evaluated_weights().items()), None)
         """The plugin that evaluates other weights than those trained, and which."""
-        self._around_backward = job.hooks.span("forward_backward")
-        self._around_optimizer = job.hooks.span("optimizer")
+        self._around_backward = hookspecs.around("forward_backward", job)
+        self._around_optimizer = hookspecs.around("optimizer", job)
 
     @during("step")
     def run(self, progress: Progress) -> StepResult:

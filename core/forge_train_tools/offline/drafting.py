@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train.base.errors import ConfigError
+from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train_kit import heads
 
@@ -74,7 +75,7 @@ class Drafting:
         """
         self._part = part
         self._tail: heads.Drafting = part.tail
-        self._task, self._device = job.hooks.task(), job.device
+        self._task, self._device = hookspecs.task(job), job.device
         self._drafts, self._length, self._vocabulary, self.told = drafts, length, vocabulary, told
         self._cache: dict[str, Any] = part.new_cache(1, length)
         self._caches = self._tail.new_cache(1, length)[:drafts]

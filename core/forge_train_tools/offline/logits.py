@@ -12,6 +12,7 @@ from forge_train.base.errors import ForgeError
 from forge_train.contract.batch import MASKED, Batch
 from forge_train.contract.protocols import Task
 from forge_train.mesh.tensors import full_tensor
+from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 
 
@@ -20,7 +21,7 @@ class Logits:
 
     def __init__(self, job: Job, part: nn.Module, length: int) -> None:
         self._part, self._device = part, job.device
-        self._task: Task = job.hooks.task()
+        self._task: Task = hookspecs.task(job)
         self._cache = new_cache(part, length) if continues(job) else None
         self._ids: list[int] = []
 

@@ -26,6 +26,7 @@ from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.process_group import choose_device
 from forge_train.mesh.tensors import local
+from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 from forge_train.run import records
@@ -155,7 +156,7 @@ def _look(stepper: Stepper, progress: Progress, run: Path, begun: str, repeated:
 def _sequences(stepper: Stepper, batches: Sequence[Batch]) -> list[Row]:
     reader = _Reader(stepper.task)
     if stepper.job.hooks.gives("head") == "token_logits" and all(b.labels.shape == b.inputs.shape for b in batches):
-        executor = stepper.job.hooks.executor(stepper.model, reader)
+        executor = hookspecs.executor(stepper.model, reader, stepper.job)
         stepper.model.train(False)
         for batch in batches:
             executor.evaluate(batch)

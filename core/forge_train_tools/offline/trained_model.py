@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from forge_train.base.errors import ConfigError
 from forge_train.contract.protocols import Tokenizer
 from forge_train.loop import model_files
+from forge_train.plugin import hookspecs
 
 from .generate import Completion, Sampling
 from .logits import logits_of
@@ -113,7 +114,7 @@ class TrainedModel:
             raise ConfigError(f"logits: the head of this model gives {given!r}, not token logits.")
         with torch.no_grad():
             hidden = self.module(torch.tensor([ids], device=job.device))
-            return logits_of(job.hooks.task(), self.module, hidden, len(ids))
+            return logits_of(hookspecs.task(job), self.module, hidden, len(ids))
 
     def _as_chat(self, message: str) -> str:
         from forge_train_kit.data.chats import open_template

@@ -25,6 +25,7 @@ from forge_train.contract.model import Model
 from forge_train.contract.protocols import Loader
 from forge_train.loop.assembly import build_stepper
 from forge_train.mesh.tensors import held_bytes, local, state_of
+from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train.step.step import Watcher
 
@@ -82,7 +83,7 @@ def imagine_optimizer(job: Job, model: Model) -> torch.optim.Optimizer:
     """The optimizer of a model that was composed on the meta device, and gets fake weights."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         _allocate_all(job, model)
-        return job.hooks.optimizer(model)
+        return hookspecs.optimizer(model, job)
 
 
 def _allocate_all(job: Job, model: Model) -> None:

@@ -23,6 +23,7 @@ from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import capture, restore
 from forge_train.loop.weights import load_extra
 from forge_train.mesh.tensors import full_tensor
+from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Hooks, Job
 from forge_train.step.aggregate import split as values_of
 from forge_train.step.evaluation import Evaluations
@@ -65,7 +66,7 @@ class Watched(Watcher):
         to_peak(self.stepper.schedule, self.optimizer, job.steps)
         ties = (*TIES, *filter(None, (ROUNDS.of(enabled.cls) for enabled in job.hooks.enabled.values())))
         self._counter = Counter(self.model.named_modules(), self.rows, job.config.train.micro_batch, ties)
-        self._around_step, self._around_evaluate = job.hooks.span("step"), job.hooks.span("evaluate")
+        self._around_step, self._around_evaluate = hookspecs.around("step", job), hookspecs.around("evaluate", job)
         self.seen.start = {name: hash_of(full_tensor(tensor)) for name, tensor in self.model.state_dict().items()}
         self.seen.pieces = {
             name: local_window(parameter.detach())[1] for name, parameter in self.model.named_parameters()
@@ -86,7 +87,7 @@ class Watched(Watcher):
         """Take steps, evaluate, and write down what each gave."""
         for number in range(steps):
             if self.folder is not None and 0 < number == steps - 1:
-                with self.job.hooks.span("save")():
+                with hookspecs.around("save", self.job)():
                     self._write(self.folder / BEFORE_LAST)
             result = self._step()
             if self._update is not None and self._update.vetoed:
@@ -164,7 +165,7 @@ class Watched(Watcher):
     def save(self, folder: Path) -> None:
         """Write a checkpoint, as a run does."""
         hooks, step = self.job.hooks, self.progress.step
-        with self.leaves_alone("checkpoint"), self.job.hooks.span("save")():
+        with self.leaves_alone("checkpoint"), hookspecs.around("save", self.job)():
             for kind in ("saving", "saved"):
                 for name in hooks.implementers("on_checkpoint"):
                     with self.leaves_alone("checkpoint", hooks.whose("on_checkpoint", name)), _silently():

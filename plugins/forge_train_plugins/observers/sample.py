@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train import ConfigError, Finished, Ge, Gt, Le, Plugin, hookimpl, section
+from forge_train.plugin import hookspecs
 
 if TYPE_CHECKING:
     from forge_train import Job, Model
@@ -65,7 +66,7 @@ class Sample(Plugin):
         except ConfigError as error:  # the run is done and saved; only its sample is missing
             log.warning("There is no sample: %s", error)
             return
-        with self._job.hooks.span("evaluate")():  # with the weights that evaluations see
+        with hookspecs.around("evaluate", self._job)():  # with the weights that evaluations see
             text = config.prompt + "".join(completion)
         if self._job.dist.main:
             file = self._job.run.artifact("sample.txt")

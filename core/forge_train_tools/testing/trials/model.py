@@ -16,6 +16,7 @@ from forge_train.config.validate import validate
 from forge_train.contract.model import Model
 from forge_train.contract.transform import Phase, Transform
 from forge_train.mesh.axes import CONFIGURED
+from forge_train.plugin import hookspecs
 from forge_train.plugin.calls import implemented
 from forge_train.registry.axes import installed
 from forge_train_kit.hf import HFModel
@@ -27,7 +28,7 @@ from ..conformance import DoubtError, SkippedError, require
 
 def built_on_meta(bench: Bench) -> str:
     with torch.device("meta"):
-        part = bench.job.hooks.build_model()
+        part = hookspecs.build_model(bench.job)
     allocated = [name for name, parameter in part.named_parameters() if not parameter.is_meta]
     require(not allocated, f"{format_list(allocated)} has memory before it is asked for: build on the meta device")
     require(any(True for _ in part.parameters()), "the model has no parameters")
@@ -75,7 +76,7 @@ def keeps_documents_apart(bench: Bench) -> None:
 
 def trains_every_parameter(bench: Bench) -> None:
     model, (batch,) = bench.model(), bench.batches(1)
-    task = bench.job.hooks.task()
+    task = hookspecs.task(bench.job)
     torch.autograd.backward(task.loss(model.parts[-1], hidden_states(model, batch), batch))
     idle = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     if idle:

@@ -11,6 +11,7 @@ from torch import Tensor
 from forge_train.base.format import format_list
 from forge_train.checkpoint.state import load_optimizer_state, optimizer_state
 from forge_train.contract.model import Model
+from forge_train.plugin import hookspecs
 from forge_train.store.tree import join, split
 
 from ..bench import Bench, Trials, draw_gradients, same
@@ -83,7 +84,7 @@ def _saved(state: Any) -> Any:
 
 
 def schedule_runs_to_the_end(bench: Bench) -> str:
-    optimizer = bench.job.hooks.optimizer(bench.model())
+    optimizer = hookspecs.optimizer(bench.model(), bench.job)
     schedule = bench.answer("lr_schedule", optimizer=optimizer)
     rates = []
     for _ in range(bench.job.steps):
@@ -98,13 +99,13 @@ def schedule_runs_to_the_end(bench: Bench) -> str:
 
 def schedule_state_goes_round(bench: Bench) -> None:
     model = bench.model()
-    optimizer = bench.job.hooks.optimizer(model)
+    optimizer = hookspecs.optimizer(model, bench.job)
     schedule = bench.answer("lr_schedule", optimizer=optimizer)
     optimizer.step()
     schedule.step()
     state, settings = _saved(schedule.state_dict()), _saved(optimizer_state(optimizer, model))
     other_model = bench.model()
-    other = bench.job.hooks.optimizer(other_model)
+    other = hookspecs.optimizer(other_model, bench.job)
     fresh = bench.answer("lr_schedule", optimizer=other)
     load_optimizer_state(other, other_model, settings)
     fresh.load_state_dict(state)

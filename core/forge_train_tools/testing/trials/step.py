@@ -11,6 +11,7 @@ from forge_train.contract.batch import MASKED, MicroBatch
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import SpanName
 from forge_train.contract.transform import Applied
+from forge_train.plugin import hookspecs
 from forge_train.plugin.calling import takes
 from forge_train_kit.losses import LossFunction
 
@@ -86,7 +87,7 @@ def loss_ignores_masked(bench: Bench) -> None:
 
 def executor_accumulates(bench: Bench) -> None:
     model, batches = bench.model(), bench.batches(2)
-    task = bench.job.hooks.task()
+    task = hookspecs.task(bench.job)
     executor = bench.answer("executor", model=model, task=task)
     oracle = Oracle(bench.model(), task)
     expected = oracle.train(batches, 0.25)
@@ -112,14 +113,14 @@ def executor_tells_the_last(bench: Bench) -> None:
     told: list[MicroBatch] = []
     parts = bench.model().parts
     model = Model(parts, [(0, Applied(parts[0], on_micro_batch=told.append))])
-    bench.answer("executor", model=model, task=bench.job.hooks.task()).train(bench.batches(3), 1.0)
+    bench.answer("executor", model=model, task=hookspecs.task(bench.job)).train(bench.batches(3), 1.0)
     last = [one.last for one in told if one.direction != "backward"]
     require(last == [False, False, True], f"model.on_micro_batch(last) was told {last} over three micro-batches")
 
 
 def executor_evaluates(bench: Bench) -> None:
     model, (batch,) = bench.model(), bench.batches(1)
-    task = bench.job.hooks.task()
+    task = hookspecs.task(bench.job)
     model.train(False)
     loss = scalar(bench.answer("executor", model=model, task=task).evaluate(batch), "the loss sum")
     require(not loss.requires_grad, "an evaluation must keep no graph")

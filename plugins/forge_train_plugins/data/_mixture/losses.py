@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import MASKED, Batch, Evaluator, Loader, Metric
+from forge_train.plugin import hookspecs
 from forge_train_kit import metrics
 from forge_train_kit.data.loader import SOURCE, StreamLoader
 from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
@@ -70,7 +71,7 @@ class Losses:
 
 def held_out_loss(name: str, rows: Rows, job: Job) -> Evaluator:
     """The loss on a source's held-out rows, as the task has it."""
-    task, mean = job.hooks.task(), metrics.Mean()
+    task, mean = hookspecs.task(job), metrics.Mean()
 
     def measure(part: nn.Module, hidden: Tensor, batch: Batch) -> None:
         weight = task.weight(batch)
