@@ -13,16 +13,14 @@ from pathlib import Path
 import click
 
 from forge_train.base.strict_json import dumps
-from forge_train.mesh.axes import Table
 from forge_train_kit.format import format_count
 from forge_train_tools.configuration.presets import presets as installed
+from forge_train_tools.configuration.request import tiling_axes
 
 from . import screen
 from .options import json_option
 
 BASE = "base"
-TILING = Table().domain("dense")
-"""The axes whose sizes multiply to the number of processes; axes of experts divide the same processes again."""
 MODELS = "Published models. Each needs its own tokenizer and your text: -s tokenizer.path=FOLDER -s text.path=TEXT"
 LAST = 1000
 """The lesson of a preset that names none: after all others."""
@@ -70,8 +68,8 @@ def read(name: str, file: Path) -> Preset:
     lesson = re.search(r"^# Lesson (\d+)\.$", text, re.MULTILINE)
     parameters = re.search(r"^# Parameters: ([\d,]+)\.$", text, re.MULTILINE)
     hardware = re.search(r"^# Hardware: (.+)\.$", text, re.MULTILINE)
-    sizes = [size for axis, size in data.get("parallel", {}).items() if axis in TILING and size > 0]
-    processes = math.prod(sizes)
+    axes = tiling_axes()
+    processes = math.prod(size for axis, size in data.get("parallel", {}).items() if axis in axes and size > 0)
     return Preset(
         name=name,
         summary=lines[0] if lines else "",

@@ -8,6 +8,7 @@ import pytest
 
 from forge_command import Forge
 from forge_train_cli.presets import Preset, everything, read
+from packages import package
 from preset_settings import settings
 
 ALONE = [one.name for one in everything() if one.processes == 1 and not one.needs and not one.parameters]
@@ -44,9 +45,13 @@ def test_a_preset_trains(forge: Forge, folder: Path, name: str) -> None:
     assert 4 < said["loss"] < 7
 
 
-def test_a_preset_of_somebody_else(tmp_path: Path) -> None:
+def test_a_preset_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(tmp_path / "site", "padded", {}, {"axes": {"pods": "padded.axes:PODS"}})
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
     file = tmp_path / "theirs.toml"
-    file.write_text("# Theirs.\n# Needs: luck.\n[run]\ndevice = 'cuda'\n[parallel]\ndp_shard = -1\ntp = 4\nep = 2\n")
+    file.write_text(
+        "# Theirs.\n# Needs: luck.\n[run]\ndevice = 'cuda'\n[parallel]\ndp_shard = -1\ntp = 2\npods = 2\nep = 2\n"
+    )
     found = read("theirs", file)
     assert found == Preset("theirs", "Theirs.", 4, "cuda", "luck.", "forge train theirs --nproc 4", str(file), 1000)
     assert found.wants == "4 processes, cuda; luck."

@@ -11,6 +11,7 @@ from forge_command import Forge
 from forge_train_tools.launching import devices, training
 from forge_train_tools.launching.launch import Ended, WorkerResult
 from forge_train_tools.launching.training import Launched
+from packages import package
 
 
 @pytest.fixture
@@ -42,6 +43,18 @@ def test_a_process_for_each_device(
     monkeypatch.setattr(devices, "cuda_devices", lambda: found)
     forge("train", "tiny.toml", "-s", "train.micro_batch=1", *options, "-q")
     assert started == [count]
+
+
+def test_an_axis_of_a_package_multiplies_the_processes(
+    forge: Forge, started: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    declared = "from forge_train import Axis\nPODS = Axis('pods', splits_data=True, averages=True)"
+    package(tmp_path / "site", "padded", {"axes.py": declared}, {"axes": {"pods": "padded.axes:PODS"}})
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(devices, "cuda_devices", lambda: 8)
+    axes = ("-s", "parallel.pods=2", "-s", "parallel.dp_shard=1", "-s", "parallel.dp_replicate=2")
+    forge("train", "tiny.toml", "-s", "train.micro_batch=1", "-s", "train.global_batch=4", *axes, "-q")
+    assert started == [4]
 
 
 @pytest.mark.parametrize(

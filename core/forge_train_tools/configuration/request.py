@@ -11,7 +11,7 @@ from forge_train.base.errors import ConfigError, brief, nearest
 from forge_train.base.names import canonical
 from forge_train.config import LENGTHS
 from forge_train.config.tree import TABLE, TOP_KEYS, Key, Origin, OriginKind, Tree, Value, leaves
-from forge_train.mesh.axes import CONFIGURED
+from forge_train.mesh.axes import CONFIGURED, Table
 from forge_train.registry.axes import installed
 
 from .presets import base_preset, presets
@@ -222,5 +222,15 @@ def _assign(tree: Tree, assignment: str, origin: Origin) -> None:
 
 def one_process(request: Request) -> tuple[str, ...]:
     """Return assignments that set every axis of a request to 1."""
-    named = {key[0] for key in lay(request).below(("parallel",))}
-    return tuple(f"parallel.{axis}=1" for axis in sorted({*CONFIGURED, *(named & installed())}))
+    return tuple(f"parallel.{axis}=1" for axis in sorted({*CONFIGURED, *added_axes(lay(request))}))
+
+
+def added_axes(tree: Tree) -> set[str]:
+    """Return the axes of other packages that a configuration names."""
+    return {key[0] for key in tree.below(("parallel",))} & installed()
+
+
+def tiling_axes() -> set[str]:
+    """Return the axes whose sizes multiply to the number of processes: Forge's and those of installed packages, without
+    the axes of experts, which divide the same processes again."""
+    return {*Table().domain("dense"), *installed()}

@@ -6,8 +6,7 @@ import math
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
-from forge_train.mesh.axes import Table
-from forge_train_tools.configuration.request import Request, lay
+from forge_train_tools.configuration.request import Request, lay, tiling_axes
 
 from .world import here
 
@@ -32,7 +31,7 @@ def how_many(request: Request) -> int:
     if str(sizes.get("dp_shard", -1)) == "-1":
         return max(count, 1)
     try:
-        return min(math.prod(int(sizes.get(axis, 1)) for axis in Table().domain("dense")), max(count, 1))
+        return min(math.prod(int(sizes.get(axis, 1)) for axis in tiling_axes()), max(count, 1))
     except (TypeError, ValueError):  # reported by the next reader
         return 1
 

@@ -22,12 +22,11 @@ from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.process_group import choose_device
 from forge_train.plugin.calls import implemented
 from forge_train.plugin.job import Job
-from forge_train.registry.axes import installed
 from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup
 from forge_train.run.run import Run
 from forge_train_kit.hf.folder import is_hugging_face
-from forge_train_tools.configuration.request import Request, lay
+from forge_train_tools.configuration.request import Request, added_axes, lay
 from forge_train_tools.configuration.setup import resolve
 
 from .hf_request import starting_from
@@ -177,13 +176,12 @@ def setup_of(
     needed.add(tree.values[("defaults", "executor")].value)  # changes no number, and another plugin may have filled it
     asked_for = wanted or Wanted()
     more = {plugin_name(spec) for spec in asked_for.plugins}
-    others = {key[0] for key in tree.below(("parallel",))} & installed()
     request = Request(
         config=file,
         plugins=asked_for.plugins,
         without=tuple(sorted(named - kept - already - needed - more)),
         set=asked_for.set,
-        sections={"parallel": {**dict.fromkeys(others, 1), **Layout(dp_shard=-1 if world > 1 else 1).axes()}},
+        sections={"parallel": {**dict.fromkeys(added_axes(tree), 1), **Layout(dp_shard=-1 if world > 1 else 1).axes()}},
         sections_from="the processes of this command",
         foreign=str(run_folder(path)),
     )
