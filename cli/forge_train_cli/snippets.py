@@ -184,10 +184,10 @@ SNIPPETS = {
         def attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
         ) -> torch.Tensor:
-            options.check("documents")
+            options.check(self.kernel_capabilities, query, key)
             group = query.shape[2] // key.shape[2]
             key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
-            logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (options.scale or query.shape[-1] ** -0.5)
+            logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * options.factor(query)
             seen = logits.new_ones(logits.shape[-2:], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
             if (ids := options.document_ids) is not None:
                 seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])

@@ -16,6 +16,8 @@ __all__ = ["Attention", "AttentionKernel", "AttentionOptions", "FeedForward", "L
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from forge_train.contract.attention import KernelCapabilities
+
     from .model.attention_dropout import DroppedWeights
 
 
@@ -121,38 +123,44 @@ class AttentionOptions:
         """Return the position of the first query, counted from the first key."""
         return key.shape[1] - query.shape[1] if self.offset is None else self.offset
 
-    def needs(self) -> tuple[str, ...]:
-        """Return the names of the `KernelCapabilities` that these options need."""
-        values = ((flag, getattr(self, name)) for name, flag in _NEEDED.items())
-        return tuple(flag for flag, value in values if value is not None and value is not False)
+    def factor(self, query: Tensor) -> float:
+        """Return the factor on the logits: `scale`, or 1/√head_dim."""
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    def check(self, *declared: str) -> None:
-        """Refuse options that a kernel would otherwise ignore.
+    def needs(self, query: Tensor, key: Tensor) -> tuple[str, ...]:
+        """Return the names of the `KernelCapabilities` that a call with these options needs.
+
+        Options alone do not say it: keys beside fewer queries need `offsets`, and a first query after the last key
+        needs `blocks`.
+        """
+        queries, keys = query.shape[1], key.shape[1]
+        needed = {
+            "documents": self.document_ids is not None,
+            "offsets": self.offset is not None or queries != keys,
+            "windows": self.window is not None,
+            "dropout": self.dropout is not None,
+            "soft_caps": self.soft_cap is not None,
+            "sinks": self.sinks is not None,
+            "log_sum_exp": self.log_sum_exp,
+            "blocks": self.query_document_ids is not None or not 0 <= self.first_query(query, key) <= keys - queries,
+        }
+        return tuple(flag for flag, value in needed.items() if value)
+
+    def check(self, able: KernelCapabilities, query: Tensor, key: Tensor) -> None:
+        """Refuse a call that a kernel would otherwise compute without some of its options.
 
         Args:
-            declared: the names of the kernel's `KernelCapabilities`.
+            able: the kernel's capabilities.
+            query: of the call; so is `key`.
 
         Raises:
-            ConfigError: if the options need others.
+            ConfigError: if the call needs others.
         """
-        if lacking := [flag for flag in self.needs() if flag not in declared]:
+        if lacking := [flag for flag in self.needs(query, key) if not getattr(able, flag)]:
             raise ConfigError(
                 f"Attention was called with options that its kernel does not support: {format_list(lacking)}. A layer "
                 "that needs them must ask for them with kernel_with()."
             )
-
-
-_NEEDED = {
-    "document_ids": "documents",
-    "offset": "offsets",
-    "window": "windows",
-    "dropout": "dropout",
-    "soft_cap": "soft_caps",
-    "sinks": "sinks",
-    "log_sum_exp": "log_sum_exp",
-    "query_document_ids": "blocks",
-}
-"""Option → the capability that it needs."""
 
 
 class AttentionKernel(Protocol):

@@ -131,11 +131,11 @@ class OutsideKernel(Outside):
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:
         def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-            options.check("documents", "offsets")
+            options.check(self.kernel_capabilities, query, key)
             self.use()
             groups, queries, first = query.shape[2] // key.shape[2], query.shape[1], options.first_query(query, key)
             key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
-            logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (options.scale or query.shape[-1] ** -0.5)
+            logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * options.factor(query)
             seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(first)
             if (ids := options.document_ids) is not None:
                 own = ids[:, first : first + queries]

@@ -247,36 +247,44 @@ class Stateless(Plugin):
         return Hidden(model.parameters(), lr=0.1)
 
 
-class Leaky(Plugin):
+class OfDocuments(Plugin):
+    """A kernel that declares documents, and nothing else."""
+
+    api = (1, 0)
+    kernel_capabilities = KernelCapabilities(documents=True)
+
+    @hookimpl
+    def attention_kernel(self) -> Any:
+        return self.attend
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        out: Tensor = Eager()(query, key, value, options)
+        return out
+
+
+class Leaky(OfDocuments):
     """Attention that sees the future."""
 
-    api = (1, 0)
-    kernel_capabilities = KernelCapabilities(documents=True)
-
-    @hookimpl
-    def attention_kernel(self) -> Any:
-        def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-            options.check("documents")
-            heads = query.shape[2] // key.shape[2]
-            return value.repeat_interleave(heads, 2).mean(1, keepdim=True).expand_as(query)
-
-        return attend
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        options.check(self.kernel_capabilities, query, key)
+        heads = query.shape[2] // key.shape[2]
+        return value.repeat_interleave(heads, 2).mean(1, keepdim=True).expand_as(query)
 
 
-class Heedless(Plugin):
+class Heedless(OfDocuments):
     """Attention that ignores what it does not support, without an error."""
 
-    api = (1, 0)
-    kernel_capabilities = KernelCapabilities(documents=True)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        known = AttentionOptions(scale=options.scale, document_ids=options.document_ids)
+        return super().attend(query, key, value, known)
 
-    @hookimpl
-    def attention_kernel(self) -> Any:
-        def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-            known = AttentionOptions(scale=options.scale, document_ids=options.document_ids)
-            out: Tensor = Eager()(query, key, value, known)
-            return out
 
-        return attend
+class Shapeless(OfDocuments):
+    """Attention that checks options, but not whether there are more keys than queries."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        options.check(self.kernel_capabilities, key, key)
+        return super().attend(query, key, value, options)
 
 
 class Swallowing(Plugin):
@@ -304,6 +312,7 @@ class Swallowing(Plugin):
         (Stateless, {"optimizer: its state goes round", "resumes exactly"}),
         (Leaky, {"attention_kernel: agrees with the formula"}),
         (Heedless, {"attention_kernel: refuses what it does not declare"}),
+        (Shapeless, {"attention_kernel: refuses what it does not declare"}),
         (Swallowing, {"around: lets errors through"}),
     ],
 )

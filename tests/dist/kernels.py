@@ -32,7 +32,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
         hidden = hidden | (own[:, :, None] != ids[:, None])
     outs, sums = [], []
     for head in range(query.shape[2]):
-        logits = query[:, :, head] @ key[:, :, head // group].mT * (options.scale or query.shape[-1] ** -0.5)
+        logits = query[:, :, head] @ key[:, :, head // group].mT * options.factor(query)
         logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
         logits = logits.masked_fill(hidden, -torch.inf)
         total = logits.logsumexp(-1, keepdim=True)
@@ -56,7 +56,7 @@ class Plain(Plugin):
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:
         def plain(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
-            options.check()
+            options.check(self.kernel_capabilities, query, key)
             return attend(query, key, value, options)
 
         return plain

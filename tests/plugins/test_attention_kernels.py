@@ -191,9 +191,10 @@ def test_bf16_is_no_farther_from_the_truth_than_torch(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in HERE if declared(name) != FLAGS])
 def test_refuses_options_that_it_does_not_declare(name: str) -> None:
     for flag in {*FLAGS} - {*declared(name)}:
-        given, asked = draw(variants(flag)[-1], 2, torch.float32)
-        with pytest.raises(ConfigError, match=f"options that its kernel does not support: .*{flag}"):
-            kernel_of(name)(*given[:3], AttentionOptions(**asked))
+        for way in variants(flag):
+            given, asked = draw(way, 2, torch.float32)
+            with pytest.raises(ConfigError, match=f"options that its kernel does not support: .*{flag}"):
+                kernel_of(name)(*given[:3], AttentionOptions(**asked))
 
 
 class Asking(Plugin):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_train.contract.attention import KernelCapabilities
+
 from ..layers import AttentionOptions
 from .spans import PerBatch, check_neighbours, first_visible, is_imagined
 
@@ -43,8 +45,10 @@ class TiledAttention:
     algorithm 4). All sums are in float32, or in float64 for such inputs.
     """
 
-    declared: tuple[str, ...] = ("documents", "offsets", "windows", "soft_caps", "sinks", "log_sum_exp", "blocks")
-    """Capabilities whose options it accepts; fewer in a stand-in for a kernel that declares fewer."""
+    capabilities: KernelCapabilities = KernelCapabilities(
+        documents=True, offsets=True, windows=True, soft_caps=True, sinks=True, log_sum_exp=True, blocks=True
+    )
+    """Supported capabilities; fewer in a stand-in for a kernel that declares fewer."""
 
     def __init__(self) -> None:
         self._plan: PerBatch[Plan] = PerBatch()
@@ -57,13 +61,13 @@ class TiledAttention:
         Raises:
             ValueError: if a document reappears after another one.
         """
-        options.check(*self.declared)
+        options.check(self.capabilities, query, key)
         out, lse = self._tiles(query, key, value, options)
         return (out, lse.flatten(1, 2).float()) if options.log_sum_exp else out
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         plan = _planned(self._plan, query, key, options)
-        more = options.sinks, plan, _scale(query, options), options.soft_cap
+        more = options.sinks, plan, options.factor(query), options.soft_cap
         found: tuple[Tensor, Tensor] = _Tiles.apply(query, key, value, *more)  # type: ignore[no-untyped-call]
         return found
 
@@ -72,10 +76,6 @@ def _planned(plan: PerBatch[Plan], query: Tensor, key: Tensor, options: Attentio
     facts = (query.shape[1], key.shape[1], options.first_query(query, key), options.window, query.device)
     ids, of_queries = options.document_ids, options.query_document_ids
     return plan(ids, facts, lambda: make_plan(ids, *facts, of_queries), of_queries)
-
-
-def _scale(query: Tensor, options: AttentionOptions) -> float:
-    return query.shape[-1] ** -0.5 if options.scale is None else options.scale
 
 
 def make_plan(
@@ -125,7 +125,7 @@ class LargestLogit:
     @torch.no_grad()
     def __call__(self, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
         """The largest magnitude, 0-dim; waits for the device. For the arguments, see `AttentionKernel`."""
-        plan, scale = _planned(self._plan, query, key, options), _scale(query, options)
+        plan, scale = _planned(self._plan, query, key, options), options.factor(query)
         keys_BKSD = key.transpose(1, 2).to(torch.promote_types(query.dtype, torch.float32))
         found = []
         for tile in plan.tiles:

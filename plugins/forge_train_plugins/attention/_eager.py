@@ -19,10 +19,9 @@ class Kernel:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
         given, group = query.dtype, query.shape[2] // key.shape[2]
-        scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
         query, key, value = (one.to(torch.promote_types(given, torch.float32)) for one in (query, key, value))
         key, value = (one.repeat_interleave(group, dim=2) for one in (key, value))
-        logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
+        logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * options.factor(query)
         if (soft_cap := options.soft_cap) is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         queries, keys, offset = query.shape[1], key.shape[1], options.first_query(query, key)

@@ -37,7 +37,7 @@ class FlexKernel:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
         if is_imagined(query):
             return self._imagined(query, key, value, options)
-        options.check("documents", "offsets", "windows", "soft_caps", "sinks", "log_sum_exp", "blocks")
+        options.check(TiledAttention.capabilities, query, key)
         queries, offset, sinks = query.shape[1], options.first_query(query, key), options.sinks
         kept = min(offset + queries, key.shape[1])
         needs_sums = sinks is not None or options.log_sum_exp

@@ -13,12 +13,13 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from forge_train import ConfigError
+from forge_train import ConfigError, KernelCapabilities
 from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import PerBatch
 
 from ._sdpa_after import after_others
 
+CAPABILITIES = KernelCapabilities(documents=True, offsets=True, windows=True)
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -73,7 +74,7 @@ class Kernel:
         self._mask: PerBatch[Tensor] = PerBatch()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        options.check("documents", "offsets", "windows")
+        options.check(CAPABILITIES, query, key)
         document_ids, window, scale = options.document_ids, options.window, options.scale
         queries, offset = query.shape[1], options.first_query(query, key)
         keys = offset + queries  # no query sees later keys

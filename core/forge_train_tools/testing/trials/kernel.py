@@ -34,7 +34,7 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
     query, key, value = query.double(), key.double(), value.double()
     group = query.shape[2] // key.shape[2]
     key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
-    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (options.scale or query.shape[-1] ** -0.5)
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * options.factor(query)
     if (soft_cap := options.soft_cap) is not None:
         logits = soft_cap * (logits / soft_cap).tanh()
     queries, keys, offset = query.shape[1], key.shape[1], options.first_query(query, key)
@@ -182,24 +182,28 @@ def refuses_what_it_does_not_declare(bench: Bench) -> str:
     query = torch.randn(shape, device=device, dtype=dtype)
     numbers = torch.arange(HEADS, dtype=torch.int32, device=device)
     documents, few = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=device), SEQUENCE // 2
-    options = {
-        "documents": AttentionOptions(document_ids=documents),
-        "offsets": AttentionOptions(offset=1),
-        "blocks": AttentionOptions(offset=1, document_ids=documents, query_document_ids=documents[:, :few]),
-        "windows": AttentionOptions(window=4),
-        "dropout": AttentionOptions(dropout=DroppedWeights(0.25, numbers[:BATCH], numbers)),
-        "soft_caps": AttentionOptions(soft_cap=0.7),
-        "sinks": AttentionOptions(sinks=torch.zeros(HEADS, device=device)),
-        "log_sum_exp": AttentionOptions(log_sum_exp=True),
-    }
-    asked = {flag: one for flag, one in options.items() if not getattr(able, flag)}
-    for flag, one in asked.items():
+    calls = [
+        ("documents", SEQUENCE, AttentionOptions(document_ids=documents)),
+        ("offsets", few, AttentionOptions()),
+        ("offsets", few, AttentionOptions(offset=1)),
+        ("blocks", few, AttentionOptions(offset=SEQUENCE)),
+        ("windows", SEQUENCE, AttentionOptions(window=4)),
+        ("dropout", SEQUENCE, AttentionOptions(dropout=DroppedWeights(0.25, numbers[:BATCH], numbers))),
+        ("soft_caps", SEQUENCE, AttentionOptions(soft_cap=0.7)),
+        ("sinks", SEQUENCE, AttentionOptions(sinks=torch.zeros(HEADS, device=device))),
+        ("log_sum_exp", SEQUENCE, AttentionOptions(log_sum_exp=True)),
+    ]
+    if able.documents:
+        of_queries = documents[:, :few]
+        calls.append(("blocks", few, AttentionOptions(document_ids=documents, query_document_ids=of_queries, offset=1)))
+    asked = [(flag, queries, one) for flag, queries, one in calls if not getattr(able, flag)]
+    for flag, queries, one in asked:
         try:
-            kernel(query[:, :few] if one.offset else query, query, query, one)
+            kernel(query[:, :queries], query, query, one)
         except ConfigError:
             continue
         require(False, f"ignores {flag}, which it does not declare; call options.check(…) first")
-    return ", ".join(asked) or "it declares everything"
+    return ", ".join(dict.fromkeys(flag for flag, *_ in asked)) or "it declares everything"
 
 
 TRIALS: Trials = {

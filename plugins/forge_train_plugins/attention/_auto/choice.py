@@ -74,12 +74,7 @@ class Choice:
         self._by_asked.clear()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
-        needed, queries, keys = {*options.needs()}, query.shape[1], key.shape[1]
-        if queries != keys:
-            needed.add("offsets")
-        if not 0 <= options.first_query(query, key) <= keys - queries:
-            needed.add("blocks")
-        return self._kernel(frozenset(needed))(query, key, value, options)
+        return self._kernel(frozenset(options.needs(query, key)))(query, key, value, options)
 
     def _kernel(self, needed: frozenset[str]) -> AttentionKernel:
         if needed not in self._by_asked:

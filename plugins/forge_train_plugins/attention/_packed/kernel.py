@@ -7,17 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from forge_train import KernelCapabilities
 from forge_train.mesh.tensors import on_host
 from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import PerBatch, TiledAttention, document_bounds, is_imagined
 
 from .functions import Bounds, PackedFunction
 
+CAPABILITIES = KernelCapabilities(documents=True, offsets=True, windows=True)
+
 
 class TiledKernel(TiledAttention):
     """Attention without a fused kernel; see `AttentionKernel`."""
 
-    declared = ("documents", "offsets", "windows")
+    capabilities = CAPABILITIES
 
 
 class PackedKernel:
@@ -30,7 +33,7 @@ class PackedKernel:
         self._shared_bounds: Callable[..., Bounds] = torch.compiler.disable(self._of_batch)  # type: ignore[no-untyped-call]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        options.check("documents", "offsets", "windows")
+        options.check(CAPABILITIES, query, key)
         queries, offset = query.shape[1], options.first_query(query, key)
         kept = offset + queries
         bounds = self._shared_bounds(options.document_ids, len(query), queries, offset, query.device)
@@ -39,7 +42,7 @@ class PackedKernel:
             key[:, :kept].flatten(0, 1),
             value[:, :kept].flatten(0, 1),
             bounds,
-            query.shape[-1] ** -0.5 if options.scale is None else options.scale,
+            options.factor(query),
             options.window,
         )
         return torch.unflatten(out, 0, (-1, queries))

@@ -88,12 +88,11 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
         return None
     if not found or not _say_all(found, masks, getattr(config, "layer_types", None)):
         return None
-    names = {name for one in found for name in one.needs()}
     dims = {features for *_, features in asked.heads.values()}
     asked.needs = KernelCapabilities(
-        windows="windows" in names,
-        soft_caps="soft_caps" in names,
-        sinks="sinks" in names,
+        windows=any(one.window is not None for one in found),
+        soft_caps=any(one.soft_cap is not None for one in found),
+        sinks=any(one.sinks is not None for one in found),
         head_dims=tuple(sorted(dims)),
     )
     return asked
