@@ -86,11 +86,11 @@ class Source:
 
     @property
     def kernel_capabilities(self) -> KernelCapabilities | None:
-        """The class's `kernel_capabilities`; None where they are not written as literals."""
+        """The class's `kernel_capabilities`; None where they are not written as keywords with literals."""
         import ast
 
         call = self.assigned("kernel_capabilities")
-        if not isinstance(call, ast.Call):
+        if not isinstance(call, ast.Call) or call.args:
             return None
         try:
             return KernelCapabilities(**{str(one.arg): ast.literal_eval(one.value) for one in call.keywords})
@@ -113,8 +113,10 @@ def _literals(value: ast.expr | None) -> Iterator[tuple[str, Any]]:
 
     if isinstance(value, ast.Dict):
         for key, item in zip(value.keys, value.values, strict=True):
+            if key is None:  # `**other`
+                continue
             try:
-                yield ast.literal_eval(key or item), ast.literal_eval(item)
+                yield ast.literal_eval(key), ast.literal_eval(item)
             except ValueError:
                 continue
 

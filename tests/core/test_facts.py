@@ -11,6 +11,7 @@ import pytest
 
 import toys
 from forge_train import ConfigError
+from forge_train.contract.reference import PluginRef
 from forge_train.registry.discovery import find
 from forge_train_kit.facts import ARCHITECTURES, SAVES, Fact, stated
 from forge_train_plugins.models.decoder import Decoder
@@ -172,6 +173,13 @@ def test_facts_are_read_from_source_as_they_are_imported() -> None:
     assert ARCHITECTURES.read(find("decoder")) == ARCHITECTURES.of(Decoder)
     assert SAVES.read(find("ac")) == ("activations",)
     assert SAVES.read(find("zero1")) == ("optimizer",)
+
+
+def test_facts_beside_an_unpacked_table_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    stated = '{**{"plan.per_unit": True}, "memory.saves": ("gradients",), **OTHERS}'
+    file.write_text(f"class Mine(Plugin):\n    facts = {stated}\n", encoding="utf-8")
+    assert SAVES.read(PluginRef("mine", "", "", str(file))) == ("gradients",)
 
 
 @pytest.mark.parametrize(("kind", "fits", "does_not"), [(int, 1, 1.5), (float, 1, "1"), (bool, True, 1), (str, "", 0)])

@@ -116,6 +116,7 @@ def test_capabilities_are_read_without_importing(plugin: type[Plugin], forge_plu
         ("KernelCapabilities(windows=True)", KernelCapabilities(windows=True)),
         ("KernelCapabilities(window=True)", None),
         ("KernelCapabilities(windows=WINDOWS)", None),
+        ("KernelCapabilities(True)", None),
         ("EVERYTHING", None),
     ],
 )
