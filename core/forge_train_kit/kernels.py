@@ -22,17 +22,18 @@ def kernel_with(needs: KernelCapabilities, job: Job) -> AttentionKernel:
         ConfigError: if it lacks something of `needs`, or does not run on this device; names the kernels that do.
     """
     device = KernelCapabilities(devices=(job.device.type,))
-    if lacking := [*_misfits(job.hooks, [("a layer asks for it", needs), ("the run is on it", device)])]:
+    if lacking := [*_misfits(job.hooks, [("A layer asks for it.", needs), ("The run is on it.", device)])]:
         raise ConfigError("\n".join(lacking))
     job.hooks.asked_of_kernel.append(needs)
     return attention_kernel(job)
 
 
 def needs_of(hooks: Hooks, config: Config) -> list[tuple[str, KernelCapabilities]]:
-    """Return each plugin's needs of the attention kernel, labelled; without the data's if no data is read."""
+    """Return each plugin's needs of the attention kernel, after a sentence that names the plugin; without the data's if
+    no data is read."""
     idle = hooks.provider("build_data") if hooks.opened else None
     answers = hooks.call(kernel_needs, {"config": config})
-    return [(f"plugin {name!r} asks for it", needs) for name, needs in answers if name != idle]
+    return [(f"Plugin {name!r} asks for it.", needs) for name, needs in answers if name != idle]
 
 
 def able(asked: Iterable[KernelCapabilities]) -> list[str]:
@@ -54,7 +55,7 @@ def _misfits(hooks: Hooks, asked: Iterable[tuple[str, KernelCapabilities]]) -> I
     if (name := hooks.provider(attention_kernel.name)) is None:
         return
     kernel = hooks.enabled[name]
-    for who, wanted in asked:
+    for reason, wanted in asked:
         if lacking := list(kernel.cls.kernel_capabilities.lacks(wanted)):
             others = able([wanted])
             way_out = (
@@ -62,4 +63,4 @@ def _misfits(hooks: Hooks, asked: Iterable[tuple[str, KernelCapabilities]]) -> I
                 if others
                 else "No installed kernel has."
             )
-            yield f"Plugin {kernel.ref.label} computes attention without {' and '.join(lacking)}; {who}. {way_out}"
+            yield f"Plugin {kernel.ref.label} computes attention without {' and '.join(lacking)}. {reason} {way_out}"

@@ -61,7 +61,7 @@ def test_what_the_data_needs_of_the_kernel_counts_only_where_data_is_read(llama:
     kernel = f"{__name__}:Plain"
     opened = open_model(llama, plugins=(kernel,))
     assert opened.job.hooks.provider("attention_kernel") == "plain"
-    with pytest.raises(ConfigError, match="without document masks; plugin 'text' asks for it"):
+    with pytest.raises(ConfigError, match="without document masks. Plugin 'text' asks for it"):
         import_checkpoint(llama, tmp_path / "out", plugins=(kernel,))
 
 

@@ -121,7 +121,7 @@ def test_a_resumed_run_goes_on_with_the_masks(run_forge: RunForge) -> None:
 def test_a_kernel_that_can_not_is_refused_with_the_one_that_can(run_forge: RunForge) -> None:
     with pytest.raises(ConfigError) as error:
         run_forge(config=DROPOUT)
-    assert "computes attention without dropout of attention weights; plugin 'decoder' asks for it." in str(error.value)
+    assert "computes attention without dropout of attention weights. Plugin 'decoder' asks for it." in str(error.value)
     assert "Installed kernels that have it: auto, eager; enable one with --plugins." in str(error.value)
 
 

@@ -220,5 +220,5 @@ def test_what_is_not_declared_is_refused_with_the_kernels_that_can(
     others = ", ".join(other for other in sorted(FOUND) if getattr(ABLE[other], flag))
     with pytest.raises(ConfigError) as error:
         run_forge([load(FOUND[name]), Asking], {"text.isolate": False})
-    assert f"computes attention without {phrase}; plugin 'asking' asks for it." in str(error.value)
+    assert f"computes attention without {phrase}. Plugin 'asking' asks for it." in str(error.value)
     assert str(error.value).endswith(f"Installed kernels that have it: {others}; enable one with --plugins.")

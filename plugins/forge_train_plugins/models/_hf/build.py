@@ -64,17 +64,16 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
         kernel = not lacking
         if lacking and (job.dist.layout.tp > 1 or job.dist.layout.cp > 1):
             raise ConfigError(
-                f"hf: attention of {name} needs {format_list(lacking)}, which plugin {chosen!r} does not "
-                f"support, so tp and cp "
-                "can't split it; enable a kernel that does, such as eager."
+                f"hf: attention of {name} needs {format_list(lacking)}, which plugin {chosen!r} does not support, so "
+                "tp and cp can't split it; enable a kernel that does, such as eager."
             )
     reached = asked.documents if asked is not None else set()
     reaches = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
     isolates = kernel and reaches
-    for who, needs in kernels.needs_of(job.hooks, job.config):
+    for reason, needs in kernels.needs_of(job.hooks, job.config):
         if needs.documents and not isolates:
             ways_out = _ways_out(job, asked.needs if asked is not None and reaches else None)
-            raise ConfigError(f"{no_documents(name)}. {who[0].upper()}{who[1:]}.{ways_out}")
+            raise ConfigError(f"{no_documents(name)}. {reason}{ways_out}")
     if asked is not None and kernel:
         attention.take(model, kernels.kernel_with(KernelCapabilities(), job), asked)
     experts.take(inner, job)
