@@ -44,7 +44,7 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
             )
             yield (
                 f"Every gradient{of} is {ratio:g} times what it should be: an averaging factor. SHARD transforms must "
-                f"average over R = {' × '.join(flattened['dp_cp'])} = {size}{others}, and nobody else may.{hint}{end}"
+                f"average over {' × '.join(flattened['dp_cp'])} = {size}{others}, and nobody else may.{hint}{end}"
             )
         else:
             yield (
@@ -57,8 +57,8 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
         if not axes and _rounded(other):
             yield (
                 f"The gradients{of} of {group(names, everything)} differ by {other[0].error:.0e}, as rounding does: "
-                f"something on the layout computes in a narrower dtype, or rounds to one. The largest "
-                f"difference is at {other[0].name}.{end}"
+                "something on the layout computes in a narrower dtype, or rounds to one. The largest difference is at "
+                f"{other[0].name}.{end}"
             )
             return
         where = f", and differ between ranks along {' and '.join(axes)}" if axes else ""
