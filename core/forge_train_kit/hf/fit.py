@@ -71,9 +71,8 @@ def plan(
     readable = folder.described().keys() == folder.tensors.keys()
     if lost and readable and not step.left and all(name.startswith("head.") for name in lost):
         headless = (
-            f"{folder.path} has no weights for the head ({format_list(lost)}). Name a folder that holds the "
-            f"whole model, or "
-            f"begin a new head with {_set(options[0], lost)}{way_out}"
+            f"{folder.path} has no weights for the head ({format_list(lost)}). Name a folder that holds the whole "
+            f"model, or begin a new head with {_set(options[0], lost)}{way_out}"
         )
     described = {**wanted, **{name: (view.shape, view.dtype) for name, view in beside.items()}}
     foreign = _sources(step, sorted(given.keys() - described.keys()))
@@ -188,9 +187,9 @@ def _expected(
         raise ConfigError(headless)
     if lines and foreign:
         raise ConfigError(
-            f"{folder.path} holds {format_list(foreign)}, which no parameter of this model takes. Enable the "
-            f"plugins of its "
-            f"model ({', '.join(layout.sections)}), or leave out what does not fit with {_set(options[1], foreign)}"
+            f"{folder.path} holds {format_list(foreign)}, which no parameter of this model takes. Enable the plugins "
+            f"of its model ({', '.join(layout.sections)}), or leave out what does not fit with "
+            f"{_set(options[1], foreign)}"
         )
     if lines and whose != CONFIG:
         told = f"{folder.path / CONFIG} describes a different model than {whose}:{format_lines(lines)}"

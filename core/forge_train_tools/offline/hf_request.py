@@ -77,7 +77,6 @@ def _kernel(request: Request) -> tuple[str, ...]:
     asked = [one for _, one in kernels.needs_of(setup.hooks, setup.config)]
     if name is None or name not in setup.config.defaults.values() or setup.hooks.enabled[name].named:
         return ()
-
     able = kernels.able(asked)
     return () if name in able else tuple(able[:1])
 

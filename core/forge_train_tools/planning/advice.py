@@ -31,9 +31,8 @@ def warnings(
         if table[axis].every_layer:
             size = sum(one.bytes for one in traffic if axis in one.axis.split(" × "))
             yield (
-                f"{axis} crosses nodes: its collectives, which each layer waits for, send {format_bytes(size)} "
-                f"a step over the "
-                f"slow network. Choose parallel.{axis} so that it divides the ranks of a node."
+                f"{axis} crosses nodes: its collectives, which each layer waits for, send {format_bytes(size)} a step "
+                f"over the slow network. Choose parallel.{axis} so that it divides the ranks of a node."
             )
     if whole and world > 1:
         names = format_list(f"{giant.name} ({format_bytes(giant.bytes)})" for giant in whole)
@@ -41,9 +40,8 @@ def warnings(
     if device is not None and memory.peak is not None and memory.peak > device.memory:
         yield (
             f"A step takes {format_bytes(memory.peak)} at its peak, and {device.name} has "
-            f"{format_bytes(device.memory)}. A smaller "
-            "train.micro_batch, or more ranks that share a copy of the model, need less."
-            f"{_savers('activations', 'keep fewer activations')}"
+            f"{format_bytes(device.memory)}. A smaller train.micro_batch, or more ranks that share a copy of the "
+            f"model, need less.{_savers('activations', 'keep fewer activations')}"
         )
 
 

@@ -129,8 +129,7 @@ def of_vetoes(layout: Recording, followed: Followed) -> Iterator[str]:
         reason = ranks[0].vetoes[step] if ranks else ours[step]
         yield (
             f"A plugin vetoes step {step} in on_gradients on {format_list(sides)} alone ({reason!r}): there the "
-            f"weights stay "
-            "as they were. What it decides must be the same on all ranks, and on one process."
+            "weights stay as they were. What it decides must be the same on all ranks, and on one process."
         )
 
 

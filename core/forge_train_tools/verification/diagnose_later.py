@@ -68,15 +68,14 @@ def _states(wrong: Sequence[Moved], followed: Followed, layout: Recording, where
         )
     if moving := [key for key in sorted(right) if key != "step"]:
         return (
-            f"The optimizer's {format_list(sorted(keys))} differs and {format_list(moving)} agrees{where}, from "
-            f"the same gradients: a "
-            f"setting that only {format_list(sorted(keys))} depends on, such as its decay (betas), is another."
+            f"The optimizer's {format_list(sorted(keys))} differs and {format_list(moving)} agrees{where}, from the "
+            f"same gradients: a setting that only {format_list(sorted(keys))} depends on, such as its decay (betas), "
+            "is another."
         )
     names = sorted({one.name for one in wrong})
     return (
-        f"The optimizer's {format_list(sorted(keys))} of {group(names, layout.parameters)} is not what these "
-        f"gradients give"
-        f"{where}: they are changed between their global norm and the optimizer's step, its settings differ, or it "
+        f"The optimizer's {format_list(sorted(keys))} of {group(names, layout.parameters)} is not what these gradients "
+        f"give{where}: they are changed between their global norm and the optimizer's step, its settings differ, or it "
         "takes shards for whole tensors."
     )
 
@@ -122,9 +121,8 @@ def of_side_effects(layout: Recording) -> Iterator[str]:
     for kind, what in kinds.items():
         for who, names in side_effects(layout.ranks, kind).items():
             yield (
-                f"{who or what} changes {format_list(names)}: evaluating and saving must leave weights, buffers "
-                f"and the "
-                "optimizer's state as they are."
+                f"{who or what} changes {format_list(names)}: evaluating and saving must leave weights, buffers and "
+                "the optimizer's state as they are."
             )
 
 

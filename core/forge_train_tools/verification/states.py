@@ -126,9 +126,8 @@ def of_states(verdict: Verdict, followed: Followed) -> Iterator[str]:
         said = next((one.says for one in own if one.says), "")
         yield (
             f"The state of plugin {plugin!r} ({format_list([one.key for one in own])}) is not what it is on one "
-            f"process after "
-            f"the same steps{said and f': {said}'}. Its on_step makes something else of the same weights and numbers "
-            "here, or its state_dict saves something else."
+            f"process after the same steps{said and f': {said}'}. Its on_step makes something else of the same weights "
+            "and numbers here, or its state_dict saves something else."
         )
 
 
@@ -150,15 +149,13 @@ def of_resume(verdict: Verdict, layout: Recording, followed: Followed) -> Iterat
         )
     elif plugins := sorted({name.split(".")[1] for name in apart if name.startswith(f"{PLUGINS}.")}):
         yield (
-            f"After a resume, the last step leaves plugin {format_list(plugins)} in another state: state_dict "
-            f"leaves out what "
-            "it needs, or load_state_dict does not put it back."
+            f"After a resume, the last step leaves plugin {format_list(plugins)} in another state: state_dict leaves "
+            "out what it needs, or load_state_dict does not put it back."
         )
     elif apart:
         yield (
-            f"After a resume, the last step, from the same sequences, gives other values of "
-            f"{format_list(_short(apart))}: "
-            "something that decides a step is not in the checkpoint, or is not put back."
+            "After a resume, the last step, from the same sequences, gives other values of "
+            f"{format_list(_short(apart))}: something that decides a step is not in the checkpoint, or is not put back."
         )
 
 

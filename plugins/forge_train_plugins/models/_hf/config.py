@@ -127,9 +127,8 @@ def fits_folder(config: PreTrainedConfig, changes: Mapping[str, Any], path: str)
     lost = [key for key in unlike if key in stored and key not in ("architectures", "dtype", "transformers_version")]
     if lost:
         raise ConfigError(
-            f"hf.set drops {format_list(lost, 4)}, which {path} sets. Set single keys, such as "
-            f"hf.set.{lost[0]}, instead of "
-            "the whole table."
+            f"hf.set drops {format_list(lost, 4)}, which {path} sets. Set single keys, such as hf.set.{lost[0]}, "
+            "instead of the whole table."
         )
 
 

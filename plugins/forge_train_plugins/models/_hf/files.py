@@ -62,9 +62,8 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
     changed = {key: one for key, one in changed.items() if key != "model_type" and key not in LABELS}
     if unset := [key for key, one in changed.items() if one is None and key not in SPECIAL and key in default]:
         raise ConfigError(
-            f"hf: {format_list(unset)} is null in config.json, which a configuration in TOML can't express. "
-            f"Train from the "
-            "folder itself, with hf.weights."
+            f"hf: {format_list(unset)} is null in config.json, which a configuration in TOML can't express. Train from "
+            "the folder itself, with hf.weights."
         )
     changed = {key: one for key, one in changed.items() if one is not None}
     known = {*listed(type(config)), *default}
@@ -137,8 +136,7 @@ def _held(config: PreTrainedConfig, given: str) -> tuple[list[Held], dict[str, s
     wanted = {"embeddings": [], "token_class_logits": ["weight", "bias"]}.get(given, ["weight"])
     if [name.rpartition(".")[2] for name in rest] != wanted or len({name.rpartition(".")[0] for name in rest}) > 1:
         raise ConfigError(
-            f"hf: the head of {kind.__name__} has {format_list(sorted(rest)) or 'no parameter'}; the plugin's "
-            f"head is one "
-            f"linear layer with {' and '.join(wanted)}."
+            f"hf: the head of {kind.__name__} has {format_list(sorted(rest)) or 'no parameter'}; the plugin's head is "
+            f"one linear layer with {' and '.join(wanted)}."
         )
     return held, names | {name: f"{HEAD}score.{name.rpartition('.')[2]}" for name in rest}

@@ -110,9 +110,8 @@ def _stages(model: nn.Module) -> Stages:
     inside = tuple(f"{module}." for entry in stages for module in entry)
     if loose := [one for one, _ in model.named_parameters(remove_duplicate=False) if not one.startswith(inside)]:
         raise ConfigError(
-            f"parallel.pp: no stage of {name} has {format_list(loose)}; each parameter must belong to one, or "
-            f"every part would "
-            "train its own."
+            f"parallel.pp: no stage of {name} has {format_list(loose)}; each parameter must belong to one, or every "
+            "part would train its own."
         )
     return stages
 
