@@ -10,7 +10,7 @@ from ..base.errors import ConfigError, describe
 from ..base.names import import_module, split
 from ..config.sections import ParallelSection, parallel_section
 from ..mesh.axes import AXES, Axis
-from .discovery import identity
+from .discovery import entry_points, identity
 
 GROUP = "forge_train.axes"
 
@@ -21,19 +21,19 @@ def section_of(names: Collection[str]) -> type[ParallelSection]:
     Raises:
         ConfigError: for one that can't be used.
     """
-    points = sorted((point for point in importlib.metadata.entry_points(group=GROUP) if point.name in names), key=_name)
+    points = sorted((point for point in entry_points(GROUP) if point.name in names), key=_name)
     return parallel_section(tuple(_load([*same]) for _, same in itertools.groupby(points, _name)))
 
 
 def of_distribution(name: str) -> tuple[Axis, ...]:
     """Return the axes that a distribution adds."""
-    names = {point.name for point in importlib.metadata.entry_points(group=GROUP) if identity(point.dist)[0] == name}
+    names = {point.name for point in entry_points(GROUP) if identity(point.dist)[0] == name}
     return section_of(names).axes
 
 
 def installed() -> set[str]:
     """Return the names of the axes that other packages add."""
-    return {*map(_name, importlib.metadata.entry_points(group=GROUP))}
+    return {*map(_name, entry_points(GROUP))}
 
 
 def _name(point: importlib.metadata.EntryPoint) -> str:

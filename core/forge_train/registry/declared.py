@@ -6,7 +6,6 @@ path, may declare hooks in that file.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from ..base.names import import_module, is_file, locate
 from ..plugin import hookspecs
 from ..plugin.calls import EnabledPlugin, implemented
 from ..plugin.specs import HookSpec, specs_of
-from .discovery import CONTRIB, DISTRIBUTION, contributed, identity, own_version
+from .discovery import CONTRIB, DISTRIBUTION, contributed, entry_points, identity, own_version
 
 GROUP = "forge_train.hookspecs"
 _SPEC = re.compile(r"^@(?:\w+\.)?hookspec\(.*?^def (\w+)\(", re.MULTILINE | re.DOTALL)
@@ -78,7 +77,7 @@ class SpecModule:
 
 
 def _entry_points() -> Iterator[SpecModule]:
-    for point in importlib.metadata.entry_points(group=GROUP):
+    for point in entry_points(GROUP):
         yield SpecModule(*identity(point.dist), point.value.strip())
 
 

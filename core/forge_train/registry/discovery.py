@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,12 +151,21 @@ def _line(found: PluginRef, error: BaseException) -> str:
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
+def entry_points(group: str) -> importlib.metadata.EntryPoints:
+    """Return the entry points of a group. All groups are read at once, and again when a folder of the path changes."""
+    times = (Path(folder).stat().st_mtime_ns if Path(folder).exists() else 0 for folder in sys.path)
+    found: importlib.metadata.EntryPoints = _read(tuple(zip(sys.path, times, strict=True))).select(group=group)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _read(path: tuple[tuple[str, int], ...]) -> Any:  # another class in each Python
+    return importlib.metadata.entry_points()
+
+
 def _entry_points() -> Iterator[PluginRef]:
-    identities: dict[int, tuple[str, str]] = {}
-    for point in importlib.metadata.entry_points(group=GROUP):
-        if id(point.dist) not in identities:  # the points of one distribution share it
-            identities[id(point.dist)] = identity(point.dist)
-        name, version = identities[id(point.dist)]
+    for point in entry_points(GROUP):
+        name, version = identity(point.dist)
         yield PluginRef(canonical(point.name), name, version, point.value.replace(" ", ""))
 
 
@@ -178,6 +187,7 @@ def own_version() -> str:
     return __version__
 
 
+@cache
 def identity(dist: importlib.metadata.Distribution | None) -> tuple[str, str]:
     """Name and version of a distribution."""
     if dist is None:

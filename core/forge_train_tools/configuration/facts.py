@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import inspect
 import sys
 import textwrap
@@ -16,7 +15,7 @@ from forge_train.base.errors import ConfigError, describe, nearest
 from forge_train.base.format import place, shown
 from forge_train.base.names import import_module, locate
 from forge_train.plugin.calls import EnabledPlugin
-from forge_train.registry.discovery import DISTRIBUTION, identity
+from forge_train.registry.discovery import DISTRIBUTION, entry_points, identity
 from forge_train_kit.facts import Fact, facts_in, stated
 from forge_train_kit.source import Source
 
@@ -94,7 +93,7 @@ class Facts:
     def _tools(self) -> dict[str, dict[str, str]]:
         """Tool → module of its facts → distribution. A tool of Forge whose code was left out has no module."""
         found: dict[str, dict[str, str]] = defaultdict(dict)
-        for point in importlib.metadata.entry_points(group=GROUP):
+        for point in entry_points(GROUP):
             name, version = identity(point.dist)
             modules = found[point.name]
             if name != DISTRIBUTION or locate(point.value):

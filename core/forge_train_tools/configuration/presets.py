@@ -6,6 +6,7 @@ import importlib.metadata
 from pathlib import Path
 
 from forge_train.base.names import folder
+from forge_train.registry.discovery import entry_points
 
 PRESETS = "forge_train.presets"
 
@@ -13,10 +14,7 @@ PRESETS = "forge_train.presets"
 def presets() -> dict[str, Path]:
     """Preset name → file, from every installed folder of presets; `base` only from forge's own."""
     found: dict[str, Path] = {}
-    points = sorted(
-        importlib.metadata.entry_points(group=PRESETS), key=lambda point: (point.name != "forge", point.name)
-    )
-    for point in points:
+    for point in sorted(entry_points(PRESETS), key=lambda point: (point.name != "forge", point.name)):
         root = folder(point.value)
         for file in sorted(root.glob("*.toml")) if root else ():
             if file.stem != "base" or point.name == "forge":
