@@ -7,10 +7,6 @@ TORCH ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 TESTED := constraints/tested.txt
-# Files that `make test` leaves to `make test-dist`: all but one layout of two ranks of each kind, and the longest of the others.
-LATER := $(filter-out %/test_two_ranks.py,$(wildcard tests/dist/test_*.py)) $(addprefix tests/, \
-	cli/test_cli_plan_pipeline.py cli/test_plugins_new.py core/test_outside_axis.py core/test_planning_alike.py core/test_planning_twins.py \
-	e2e/test_heads_learn.py test_gpu_suite.py e2e/test_plan_at_scale.py e2e/test_plugin_package.py laws/test_law_09_pretended_cuda.py plugins/test_compile.py test_mutants.py)
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 # The tested versions, but with the torch that is there.
 CONSTRAINTS := $(VENV)/.constraints.txt
@@ -28,11 +24,11 @@ help: ## what can be made
 train: $(VENV)/.ready ## train a model: the preset quickstart, or what ARGS says
 	@$(VENV)/bin/forge train $(ARGS)
 
-test: $(VENV)/.ready-dev ## run the tests on each change: all but test-dist, two files at a time; or those that ARGS names
-	@$(if $(ARGS),$(PY) -m pytest $(ARGS),$(PYTEST) -m "not extended" $(addprefix --ignore=,$(LATER)))
+test: $(VENV)/.ready-dev ## run the tests on each change, two files at a time; or those that ARGS names
+	@$(if $(ARGS),$(PY) -m pytest $(ARGS),$(PYTEST) -m "not slow and not extended")
 
-test-dist: $(VENV)/.ready-dev ## run the other tests, in CI: layouts of two to four processes, and the longest, two files at a time
-	@$(if $(ARGS),$(PY) -m pytest $(ARGS),$(PYTEST) -m "not extended" --no-loadscope-reorder $(LATER))
+test-dist: $(VENV)/.ready-dev ## run the tests marked `slow`, in CI: layouts of two to four processes, and the longest of the others
+	@$(if $(ARGS),$(PY) -m pytest $(ARGS),$(PYTEST) -m "slow and not extended" --no-loadscope-reorder)
 
 test-all: $(VENV)/.ready-dev ## now and then: every test, with those that take longer than CI allows; before a release, and with verify-all
 	@$(PYTEST) $(ARGS)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from gpu import cases, machine, page, suite  # noqa: E402
 from gpu.case import Case, LacksError, Row, Size  # noqa: E402
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 TOY = Size("cpu", toy=True)
 ABOUT = {"memory_gib": 80}

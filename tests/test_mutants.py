@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import mutants  # noqa: E402
 import mutating  # noqa: E402
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CODE = '''\
 """Some sizes."""

@@ -9,6 +9,8 @@ import pytest
 from forge_command import Forge
 from forge_train_tools.planning import fewer
 
+pytestmark = pytest.mark.slow
+
 FOUR = (
     "plan",
     "--world",

@@ -17,6 +17,8 @@ from forge_train_cli.new import source
 from forge_train_cli.snippets import SNIPPETS
 from forge_train_tools.testing import assert_conforms
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -23,6 +23,8 @@ from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Pool, Verifier
 from packages import package
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "add-an-axis.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r'```python title="pods/(\w+\.py)"\n(.*?)```', PAGE, re.DOTALL))
 """The package, as the page has it."""

@@ -16,7 +16,7 @@ from forge_train_tools.planning import Plan, alike
 from forge_train_tools.planning.growth import Event, grown, rule
 from forge_train_tools.testing.runs import prepared
 
-pytestmark = [pytest.mark.unit, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.unit, pytest.mark.timeout(300)]
 
 QUICK = {"text.baseline": False, "run.device": "cpu", "train.evaluate_every": 0, "decoder.dim": 32}
 CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {

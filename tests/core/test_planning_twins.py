@@ -11,7 +11,7 @@ import pytest
 from forge_train_tools.planning import Plan, fewer, plan, stages
 from forge_train_tools.testing.runs import prepared
 
-pytestmark = [pytest.mark.unit]
+pytestmark = [pytest.mark.slow, pytest.mark.unit]
 
 FOUR = {
     "text.baseline": False,

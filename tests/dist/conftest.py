@@ -17,6 +17,14 @@ def pytest_report_header() -> str:
     return f"covering array of compositions: seed {compositions.SEED} ({compositions.SEED_VARIABLE}=… for another)"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave layouts to `make test-dist`, but for one of two ranks of each kind."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.name != "test_two_ranks.py":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def verify(ranks: Pool) -> Verifier:
     """`forge verify`, on ranks that are there already."""

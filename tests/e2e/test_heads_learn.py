@@ -19,7 +19,7 @@ from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import run_forge
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.unit]
+pytestmark = [pytest.mark.slow, pytest.mark.unit]
 
 NAMES = ("email", "encodings", "pydoc_data")
 MODEL = {

@@ -19,7 +19,11 @@ from forge_train.mesh.tensors import on_host, remember_host
 from forge_train.registry.discovery import discover, load
 from pretended_cuda import build, cases
 
-pytestmark = [pytest.mark.unit, pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "it is there")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.unit,
+    pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "it is there"),
+]
 CHILD = Path(build.__file__).with_name("child.py")
 MOE, FLEX = "plugins/forge_train_plugins/experts/", "plugins/forge_train_plugins/attention/_flex.py"
 NOT_THERE = "only here: on a device one kernel does it, and the CPU's stand-in for that reads"
