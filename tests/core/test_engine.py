@@ -502,6 +502,31 @@ def test_a_plugin_that_fails_at_the_end_of_a_failed_run_keeps_no_other_from_clos
 
 
 @pytest.mark.unit
+def test_a_plugin_that_fails_at_the_end_of_a_good_run_has_nobody_told_twice(tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+
+    class Acts(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None: ...
+
+        @hookimpl
+        def on_end(self, finished: Finished) -> None:
+            told.append((type(self).__name__, finished.outcome))
+            if isinstance(self, Fails):
+                raise KeyError("at the end")
+
+    class Fails(Acts): ...
+
+    class Later(Acts): ...
+
+    with pytest.raises(KeyError, match="at the end"):
+        toys.run(tmp_path, Acts, Fails, Later, name="a")
+    assert told == [("Acts", "done"), ("Fails", "done"), ("Later", "failed")]
+    events = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [one["outcome"] for one in events if one["event"] == "run_finished"] == ["failed"]
+
+
+@pytest.mark.unit
 def test_only_an_error_can_be_explained(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="the run is done; only an error can be explained"):
         Finished("done", 1, None, 0, tmp_path).explain(ForgeError("no"))

@@ -75,6 +75,18 @@ def test_the_lines_after_a_step_are_cut(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_the_last_event_of_a_name_is_retracted_though_others_follow_it(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    for reason in ("first", "second"):
+        records.event("interrupted", 1, reason=reason)
+    records.event("anomaly", 1, kind="loss", reason="after it")
+    records.retract("restarted", 0.0)
+    records.retract("interrupted", float(str(lines(records.events_file)[1]["time"])))
+    assert [line["reason"] for line in lines(records.events_file)] == ["first", "after it"]
+    records.retract("interrupted", float(str(lines(records.events_file)[1]["time"])))
+    assert [line["reason"] for line in lines(records.events_file)] == ["first", "after it"], "it is older"
+
+
 @pytest.mark.parametrize("rest", ['{"step": 2, "lo', "{", '{"step": 2, "loss": 1.0}', '\n{"step"'])
 def test_a_line_that_a_crash_cut_off_is_never_read_and_never_in_the_way(tmp_path: Path, rest: str) -> None:
     records = Records(tmp_path)

@@ -42,6 +42,8 @@ class Training:
         self.saver = Saver(job, self.policy)
         self._meter = Meter(job)
         self.loss: float | None = None
+        self.told_of_end: set[str] = set()
+        """Plugins that were told how the run ended. If a later one fails then, they are not told again."""
 
     def start(self, found: Path | None) -> None:
         """Tell the plugins, then resume, or take the weights the configuration names."""
@@ -236,10 +238,12 @@ class Training:
     def _finish(self, outcome: Outcome, code: int, reason: str = "") -> Finished:
         generates = bool(self.job.hooks.provider("tokenizer")) and not self.model.looks_ahead
         finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason, generates)
-        self._event("run_finished", outcome=outcome, loss=self.loss, reason=reason, error=None)
         if outcome == "done":
             note_uncalled(self.job.hooks, "run")
-        self.job.hooks.on_end(finished)
+        for name in self.job.hooks.implementers("on_end"):
+            self.told_of_end.add(name)
+            self.job.hooks.on_end(finished, only=name)
+        self._event("run_finished", outcome=outcome, loss=self.loss, reason=reason, error=None)
         if self.job.dist.main:
             last = {"step": finished.step, "loss": finished.loss, "code": code, "error": None}
             self.job.run.end({"outcome": outcome, **last})

@@ -112,10 +112,11 @@ class Records:
         _append(self.metrics_file, {"version": METRICS_VERSION, **line})
 
     def retract(self, name: str, since: float) -> None:
-        """Drop the last event if it has this name and was written since then."""
+        """Drop the last event of this name if it was written since then; plugins may have written others after it."""
         lines = list(read(self.events_file, strict=False))
-        if lines and lines[-1]["event"] == name and lines[-1]["time"] >= since:
-            _rewrite(self.events_file, lines[:-1])
+        at = max((at for at, line in enumerate(lines) if line["event"] == name), default=-1)
+        if at >= 0 and lines[at]["time"] >= since:
+            _rewrite(self.events_file, [*lines[:at], *lines[at + 1 :]])
 
     def cut(self, step: int) -> None:
         """Drop the metrics of steps after `step`, which are about to be repeated; the file changes all at once."""
