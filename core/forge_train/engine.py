@@ -194,9 +194,8 @@ def _record_failure(job: Job, training: Training | None, model: Model | None, er
 
     if job.dist.main and not refused:
         record(lambda: job.run.fail(Failure.of(error, rank), code, step, loss))
-    notified = training.told_of_end if training else ()
     for name in job.hooks.implementers("on_end"):  # one that fails keeps no other from closing its files
-        if name not in notified:
+        if not (training and name in training.told_of_end):
             record(partial(job.hooks.on_end, finished, only=name))
     shown = finished.error or error
     if finished.explained:

@@ -442,7 +442,7 @@ def test_a_slot_is_asked_of_its_one_provider() -> None:
 
 
 def test_optional_slots_may_stay_empty() -> None:
-    assert hooks().loss_scale() is None
+    assert hooks().provider("loss_scale") is None
     assert hooks().provider("tokenizer") is None
     assert {name for name, spec in SPECS.items() if spec.optional and spec.kind != "slot"} == {"initial_weights"}
     with pytest.raises(ConfigError, match="fills the slot 'tokenizer'"):
@@ -486,11 +486,11 @@ def test_parallelize_takes_one_several_or_none() -> None:
 
     one, two, three = transform("one"), transform("two"), transform("three")
     made = hooks(plugin("C", None), plugin("B", (two, three)), plugin("A", one), plugin("D", []))
-    assert made.parallelize() == [("a", one), ("b", two), ("b", three)]
+    assert kernel.parallelize(made.job) == [("a", one), ("b", two), ("b", three)]
     with pytest.raises(
         PluginError, match=r"hook parallelize \(.*\): expected a Transform, a list of Transform or None, found a list"
     ):
-        hooks(plugin("A", ["x"])).parallelize()
+        kernel.parallelize(hooks(plugin("A", ["x"])).job)
 
 
 def test_batches_are_prepared_phase_by_phase_and_in_a_phase_by_one_plugin_after_the_other() -> None:

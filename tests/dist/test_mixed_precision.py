@@ -11,6 +11,7 @@ import torch
 
 import compositions
 from forge_train import ConfigError, DivergedError, Plugin, StepResult, hookimpl
+from forge_train.plugin import hookspecs
 from forge_train_tools.testing import Pool, Verifier
 from forge_train_tools.testing.runs import RunForge
 
@@ -74,8 +75,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(run_forge: RunForge) ->
         factor, good = (factor / 2, 0) if bad else (factor, good + 1)
         if good == 2:
             factor, good = factor * 2, 0
-    scaler = run.job.hooks.loss_scale()
-    assert scaler is not None
+    scaler = hookspecs.loss_scale(run.job)
     assert scaler.state_dict() == {"factor": factor, "good": good}
     assert 1 < skipped.count(True) < 30
     assert all(torch.isfinite(parameter).all() for parameter in run.model.parameters())
@@ -87,8 +87,7 @@ def test_the_scale_is_part_of_the_state(run_forge: RunForge, tmp_path: Path) -> 
     run_forge(config=config, steps=24, folder=tmp_path / "resumed", name="run", stop_at=13)
     resumed = run_forge(config=config, steps=24, folder=tmp_path / "resumed", name="run")
     assert resumed.numbers == whole.numbers
-    scales = [run.job.hooks.loss_scale() for run in (whole, resumed)]
-    first, second = (scale.state_dict() for scale in scales if scale)
+    first, second = (hookspecs.loss_scale(run.job).state_dict() for run in (whole, resumed))
     assert first == second
 
 

@@ -100,7 +100,7 @@ def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], N
     if frozen:
         parts[0].requires_grad_(False)
     starts = declared(parts[0])
-    transforms = order(needed(offered := job.hooks.parallelize()), job.hooks.enabled)
+    transforms = order(needed(offered := hookspecs.parallelize(job)), job.hooks.enabled)
     applied: list[tuple[int | None, Applied]] = []
     report: list[dict[str, Any]] = []
     for plugin, transform in transforms:

@@ -12,6 +12,7 @@ from ..config import Config
 from ..config.tree import DEFAULT, Key, Value
 from ..config.validate import plain, validate
 from ..contract.model import ExtraModel
+from ..plugin import hookspecs
 from ..plugin.job import Hooks, Job
 from ..registry.setup import instance
 
@@ -23,7 +24,7 @@ def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
         ConfigError: for a name that is taken, and for sections that are not valid.
     """
     taken: set[str] = set()
-    for plugin, spec in job.hooks.extra_models():
+    for plugin, spec in ((name, one) for name, found in hookspecs.extra_models(job) for one in found):
         if not spec.name.isidentifier() or spec.name in taken:
             raise ConfigError(
                 f"{job.hooks.whose('extra_models', plugin)}: {spec.name!r} is taken, or is no identifier."

@@ -156,29 +156,27 @@ class Caller:
         chain, (thing, value) = spec.name, next((one for one in arguments.items() if one[0] != "job"), ("job", ""))
         default = [name for name in self.implementers(chain) if name == self.defaults.get(chain)]
         others = [name for name in self.implementers(chain) if name not in default]
-        claimed = self._given(chain, arguments, others) or self._given(chain, arguments, default)
         index = getattr(value, "index", None)
-        which = value if index is None or callable(index) else index
-        if len(claimed) > 1:
-            names, way_out = self._several(claimed)
-            raise ConfigError(f"Plugins {names} both build {chain} for {thing} {which}; {way_out}.")
-        if not claimed and spec.optional:
-            return None
-        if not claimed:
-            raise ConfigError(
-                f"No enabled plugin builds {chain} for {thing} {which}{spec.declared}; see `forge plugins list`."
-            )
-        self.used.add((chain, claimed[0][0]))
-        return claimed[0][1]
+        which = f"{chain} for {thing} {value if index is None or callable(index) else index}"
+        answers = self._given(chain, arguments, others) or self._given(chain, arguments, default)
+        if claimed := self._one(answers, f"build {which}"):
+            self.used.add((chain, claimed[0]))
+            return claimed[1]
+        if not spec.optional:
+            raise ConfigError(f"No enabled plugin builds {which}{spec.declared}; see `forge plugins list`.")
+        return None
 
     def _given(self, hook: str, arguments: Mapping[str, Any], names: list[str]) -> list[tuple[str, Any]]:
         """Return the answers of the named plugins, except None."""
         return [one for name in names for one in self._calls.collect(hook, arguments, only=name) if one[1] is not None]
 
-    def _several(self, answers: list[tuple[str, Any]]) -> tuple[str, str]:
-        """Names of plugins of which one is too many, and how to be rid of it."""
-        names = [name for name, _ in answers]
-        return " and ".join(map(repr, names)), without(self.enabled[name] for name in names)
+    def _one(self, answers: Sequence[tuple[str, _T]], does: str) -> tuple[str, _T] | None:
+        """Return the only answer with its plugin's name; refuse several by what their plugins do."""
+        if len(answers) > 1:
+            names = [name for name, _ in answers]
+            way_out = without(self.enabled[name] for name in names)
+            raise ConfigError(f"Plugins {' and '.join(map(repr, names))} both {does}; {way_out}.")
+        return answers[0] if answers else None
 
     def only(self, spec: HookSpec[..., list[tuple[str, _T]]], arguments: Mapping[str, Any]) -> _T | None:
         """The one answer to a question, or None if no plugin answers.
@@ -186,11 +184,8 @@ class Caller:
         Raises:
             ConfigError: if several plugins answer.
         """
-        given = self.call(spec, arguments)
-        if len(given) > 1:
-            names, way_out = self._several(given)
-            raise ConfigError(f"Plugins {names} both answer {spec.name}; {way_out}.")
-        return cast("_T", given[0][1]) if given else None
+        given = self._one(self.call(spec, arguments), f"answer {spec.name}")
+        return cast("_T", given[1]) if given else None
 
 
 def gives(plugin: EnabledPlugin, slot: str, specs: Specs) -> str:

@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ..base.errors import ConfigError, PluginError, Problem
 from ..contract.batch import CurrentStep, Preparation, PrepareBatch, PrepareStep
-from ..contract.events import metric_key
-from ..contract.metric import Metric
-from ..contract.model import Extra, ExtraModel, Precision
+from ..contract.model import Extra, Precision
 from ..contract.protocols import (
     CheckpointCopies,
     EvaluatedWeights,
     Evaluator,
     Loader,
-    LossScale,
     Schedule,
     Span,
     SpanName,
     Tokenizer,
 )
-from ..contract.transform import Transform
 from ..run.control import Control
 from .calling import Caller
 from .calls import at_home
@@ -94,14 +90,7 @@ class Hooks(Caller):
         first_state(schedule, self.whose("lr_schedule"))
         return schedule
 
-    def loss_scale(self) -> LossScale | None:
-        return self._ask("loss_scale") if self.provider("loss_scale") else None
-
     # -- its other hooks --------------------------------------------------------------------------
-
-    def parallelize(self) -> list[tuple[str, Transform]]:
-        """Every transform with the name of its plugin."""
-        return self._each("parallelize", Transform)
 
     def prepare_batch(self) -> Prepare:
         """All preparations as one function, for what a loader gives in a step: by phase, then by plugin name."""
@@ -114,51 +103,35 @@ class Hooks(Caller):
     def check_config(self, config: Config) -> list[Problem]:
         return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]
 
-    def extra_models(self) -> list[tuple[str, ExtraModel]]:
-        return [(name, one) for name, found in self._ask("extra_models") for one in found]
-
     def checkpoint_copies(self, config: Config, run: Path) -> CheckpointCopies:
         """Return the copies of the checkpoints of a run with this folder.
 
         Raises:
             ConfigError: if the configuration asks for copies that no plugin makes.
         """
-        answers = self._calls.collect("checkpoint_copies", {"config": config, "run": run})
-        given = [one for one in answers if one[1] is not None]
-        if len(given) > 1:
-            names, way_out = self._several(given)
-            raise ConfigError(f"Plugins {names} both answer checkpoint_copies; {way_out}.")
-        for key in ("folder", "mirror") if not given else ():
+        found = self.only(self.specs["checkpoint_copies"], {"config": config, "run": run})
+        for key in ("folder", "mirror") if found is None else ():
             if getattr(config.checkpoint, key):
                 raise ConfigError(f"checkpoint.{key}: no enabled plugin makes copies; add --plugins copies.")
-        return cast("CheckpointCopies", given[0][1]) if given else CheckpointCopies()
+        return CheckpointCopies() if found is None else cast("CheckpointCopies", found)
 
     def evaluators(self) -> list[tuple[str, Evaluator]]:
         """Every evaluator, with whose it is."""
         return [(self.whose("evaluators", name), one) for name, one in self._each("evaluators", Evaluator)]
 
-    def evaluated_weights(self) -> dict[str, EvaluatedWeights]:
-        """Plugin → its answer for the span `evaluate`, if that puts other weights in and says which.
+    def evaluated_weights(self) -> tuple[str, EvaluatedWeights] | None:
+        """The plugin whose span `evaluate` puts other weights in and says which, and that span.
 
         Raises:
             ConfigError: if several plugins do.
             PluginError: if terms are not numbers by name.
         """
         answers = self._calls.collect("around", {"span": "evaluate", "job": self.job})
-        given = {name: one for name, one in answers if isinstance(one, EvaluatedWeights)}
-        if len(given) > 1:
-            names, way_out = self._several(list(given.items()))
-            raise ConfigError(f"Plugins {names} both evaluate other weights than those trained; {way_out}.")
-        kind = kind_of(Mapping[str, float])
-        for name, one in given.items():
-            if text := kind.problem(one.terms):
-                raise PluginError(f"{self.whose('around', name)}: `terms` must be {kind.words}, {text}.")
+        telling = [(name, one) for name, one in answers if isinstance(one, EvaluatedWeights)]
+        given, kind = self._one(telling, "evaluate other weights than those trained"), kind_of(Mapping[str, float])
+        if given and (text := kind.problem(given[1].terms)):
+            raise PluginError(f"{self.whose('around', given[0])}: `terms` must be {kind.words}, {text}.")
         return given
-
-    def metrics(self, model: Model) -> dict[str, Metric]:
-        """Every plugin's metrics, as `plugin.name`."""
-        found: list[tuple[str, Mapping[str, Metric]]] = self._ask("metrics", model=model)
-        return {metric_key(plugin, name): one for plugin, metrics in found for name, one in metrics.items()}
 
     # -- events; `only` is the one plugin to tell, for tools that tell them one by one ------------
 

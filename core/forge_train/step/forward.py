@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..base.errors import PluginError
 from ..base.failure import during
 from ..contract.batch import MASKED, Batch
+from ..contract.events import metric_key
 from ..contract.model import Model
 from ..contract.protocols import Evaluator, Executor, Loader, Task
 from ..mesh.tensors import remember_host
@@ -41,7 +42,9 @@ class Forward:
         self._prepare = job.hooks.prepare_batch()
         self._transfer = _Transfer(job.device)
         model.watch(job.step.passes)
-        self.metrics = Metrics(job, job.hooks.metrics(model))
+        found = hookspecs.metrics(model, job)
+        named = {metric_key(plugin, name): one for plugin, metrics in found for name, one in metrics.items()}
+        self.metrics = Metrics(job, named)
         self.waited = 0.0
         """Seconds that were spent in loaders, so far."""
 

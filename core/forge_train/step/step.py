@@ -77,12 +77,12 @@ class Stepper(Forward):
         """Loader of the held-out data, at its start."""
         self._watcher = watcher
         model.watch(watcher.on_micro_batch)
-        self.loss_scale: LossScale | None = job.hooks.loss_scale()
+        self.loss_scale: LossScale | None = hookspecs.loss_scale(job) if job.hooks.provider("loss_scale") else None
         note_unused(job.hooks, job.config, "assembly")
         _check_parameters(job, model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.tokenizer = tokenizer_digest(job)
-        self.evaluated = next(iter(job.hooks.evaluated_weights().items()), None)
+        self.evaluated = job.hooks.evaluated_weights()
         """The plugin that evaluates other weights than those trained, and which."""
         self._around_backward = hookspecs.around("forward_backward", job)
         self._around_optimizer = hookspecs.around("optimizer", job)

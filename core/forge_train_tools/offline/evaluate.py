@@ -78,6 +78,6 @@ def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
         source.load(model, job)
         found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(source.step)
         hooks.on_log(found)
-        known = hooks.evaluated_weights()
-        unlike = [name for name in hooks.implementers("around") if name in own and name not in known]
+        known, _ = hooks.evaluated_weights() or ("", None)
+        unlike = [name for name in hooks.implementers("around") if name in own and name != known]
         return Evaluated(str(path), found.step, world, found.loss, found.tokens, found.metrics, tuple(unlike))

@@ -16,6 +16,7 @@ from forge_train.base.names import canonical
 from forge_train.compose.compose import compose, order
 from forge_train.loop.resume import Stateful
 from forge_train.mesh.world import World
+from forge_train.plugin import hookspecs
 from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.job import Hooks
 from forge_train.registry.declared import Specs
@@ -120,7 +121,8 @@ def _shuffled(bench: Bench) -> None:
 
 
 def _order(bench: Bench, hooks: Hooks) -> list[Any]:
-    transforms = [(plugin, one.phase, one.slot) for plugin, one in order(hooks.parallelize())]
+    called = hooks.call(hookspecs.parallelize, {"job": bench.job})
+    transforms = [(plugin, one.phase, one.slot) for plugin, one in order(called)]
     return [*transforms, *((hook, hooks.implementers(hook)) for hook in hooks.specs)]
 
 
