@@ -9,6 +9,8 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -66,3 +68,25 @@ def test_a_mistake_in_a_dictionary_of_sections() -> None:
     assert "python: there is no section [tray]. Did you mean 'train'?" in str(caught.value)
     assert "python: train.stepz: there is no such key. Did you mean 'steps'?" in str(caught.value)
     assert "python: log.every: expected a number greater than 0, found 0." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"train": 5}, "python: train: expected a section [train], which is a dictionary, found 5."),
+        (
+            {"defaults": "adamw"},
+            "python: defaults: expected a section [defaults], which is a dictionary, found 'adamw'.",
+        ),
+        ({"plugins": {"a": 1}}, "python: plugins: expected a list of names, found {'a': 1}."),
+        ({"plugins": "toy"}, "python: plugins: expected a list of names, found 'toy'."),
+        ({"preset": "dense"}, "python: preset: only files and commands name a preset."),
+        ({"tray": {}}, "python: there is no section [tray]. Did you mean 'train'?"),
+        ({"train": {"stepz": {}}}, "python: train.stepz: there is no such key. Did you mean 'steps'?"),
+        ({"train": MappingProxyType({"stepz": 1})}, "python: train.stepz: there is no such key. Did you mean 'steps'?"),
+    ],
+)
+def test_a_dictionary_has_no_key_that_is_ignored(table: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_setup(Tree.of(table), plugins=[str(ROOT / "examples/kernel/toy.py")])
+    assert said in str(caught.value)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..base.names import canonical
 
 Key = tuple[str, ...]
 OriginKind = Literal["default", "plugin", "preset", "file", "FORGE_SET", "--set"]
-_STRENGTH = ("default", "plugin", "preset", "file", "FORGE_SET", "--set")
-TOP_KEYS = ("plugins", "without", "preset", "defaults")
+LISTS = ("plugins", "without")
+"""Top-level keys that hold lists of plugins."""
+TOP_KEYS = (*LISTS, "preset", "defaults")
 """Top-level keys of a configuration, apart from sections."""
 CONDITIONAL = ("distributed", "narrow", "fp16", "initialised", "required")
 """Tables of `[defaults]` that count only in several processes, where `train.precision` is not fp32, where it is fp16,
@@ -66,11 +67,19 @@ class Tree:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], source: str = "python") -> Tree:
-        """The values of a dictionary of sections: `{"train": {"steps": 20}}`."""
-        tree = cls(source=source)
+        """The values of a dictionary of sections: `{"train": {"steps": 20}}`. Mistakes are noted, not raised."""
+        tree, origin = cls(source=source), Origin("file", source)
         for key, value in leaves(table):
-            if value is not TABLE:
-                tree.put((canonical(key[0]), *key[1:]), Value(value, Origin("file", source)))
+            name = canonical(key[0])
+            if len(key) == 1 and name == "preset":
+                tree.mistakes.append(f"{source}: preset: only files and commands name a preset.")
+            elif len(key) == 1 and (value is TABLE) == (name in LISTS):
+                expected = "a list of names" if name in LISTS else f"a section [{name}], which is a dictionary"
+                tree.mistakes.append(f"{source}: {key[0]}: expected {expected}, found {table[key[0]]!r}.")
+            elif value is TABLE:
+                tree.tables[name, *key[1:]] = origin
+            else:
+                tree.put((name, *key[1:]), Value(value, origin))
         return tree
 
     def put(self, key: Key, value: Value) -> None:
@@ -109,7 +118,7 @@ class Tree:
 
 
 def _strength(origin: Origin) -> int:
-    return _STRENGTH.index(origin.kind)
+    return get_args(OriginKind).index(origin.kind)
 
 
 TABLE = object()
@@ -120,7 +129,7 @@ def leaves(table: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, An
     """Yield the values of nested tables by key path, and `TABLE` for each table."""
     for name, value in table.items():
         key = (*prefix, name)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             yield key, TABLE
             yield from leaves(value, key)
         else:
