@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -14,10 +15,11 @@ import pytest
 
 import forge_cli
 import toys
-from forge_train import Axis, ConfigError
+from forge_train import Axis, ConfigError, section
 from forge_train.compose.coverage import check_coverage
 from forge_train.config.sections import ParallelSection, parallel_section
 from forge_train.mesh.layout import Layout
+from forge_train.registry import axes
 from forge_train_tools.configuration.comments import field_docs
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Pool, Verifier
@@ -230,13 +232,41 @@ def test_a_name_of_two_packages_or_of_forge(tmp_path: Path, monkeypatch: pytest.
     )
     package(tmp_path / "site", "second", {}, {"axes": {"twice": "first.axes:X"}})
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    for axis, said in (
-        ("twice", "The axis 'twice' is declared by first 1.0 and by second 1.0: uninstall one."),
-        ("tp", "Axis 'tp' of first 1.0 (first.axes:TP) must be a Python identifier, and no axis of Forge's"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            toys.setup(folder=tmp_path / axis, config={f"parallel.{axis}": 2})
-        assert str(caught.value).startswith(said)
+    with pytest.raises(ConfigError) as caught:
+        toys.setup(folder=tmp_path / "run", config={"parallel.twice": 2, "train.stepz": 1})
+    assert "The axis 'twice' is declared by first 1.0 and by second 1.0: uninstall one." in str(caught.value)
+    assert "train.stepz: there is no such key" in str(caught.value), "with the other mistakes"
+    toys.setup(folder=tmp_path / "idle", config={"parallel.tp": 1})  # which is Forge's, whatever is installed
+    with pytest.raises(ConfigError, match=r"^Axis 'tp' of first 1\.0 \(first\.axes:TP\) must be .* no axis of Forge's"):
+        axes.of_distribution("first")
+
+
+def test_a_name_that_is_almost_that_of_an_installed_axis(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(site))
+    for key, nearest in (("pod", "pods"), ("dp_shards", "dp_shard")):
+        with pytest.raises(ConfigError, match=rf"parallel\.{key}: there is no such key\. Did you mean '{nearest}'\?"):
+            toys.setup(folder=tmp_path / key, config={f"parallel.{key}": 2})
+
+
+def test_a_configuration_with_it_can_be_pickled() -> None:
+    made = parallel_section((Axis("pods", meaning="Copies of the model."),))(pods=2, dp_shard=1)  # type: ignore[call-arg]
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert pickle.loads(pickle.dumps(ParallelSection(tp=2))) == ParallelSection(tp=2)
+
+
+def test_an_axis_or_an_option_may_have_any_name() -> None:
+    @section
+    class Config:
+        docs: str = "x"
+        axes: int = 1
+
+    assert field_docs(Config) == {}
+    made = parallel_section((Axis("axes", meaning="Rows."), Axis("docs", meaning="Pages.")))
+    assert {key: field_docs(made)[key] for key in ("axes", "docs")} == {"axes": "Rows.", "docs": "Pages."}
+    layout = Layout.of(made(axes=2, docs=3, dp_shard=1), 6)  # type: ignore[call-arg]
+    assert (layout.size("axes"), layout.size("docs"), Layout.of(made(), 1).size("axes")) == (2, 3, 1)
 
 
 def test_its_meaning_is_in_the_configuration() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from ..mesh.axes import Axis
 from ..mesh.layout import Device
@@ -129,10 +130,12 @@ class TrainSection:
 class ParallelSection:
     """Sizes of the mesh axes; their product is the number of processes."""
 
-    axes: ClassVar[tuple[Axis, ...]] = ()
-    """Axes of other packages that the configuration names."""
-    docs: ClassVar[Mapping[str, str]]
+    __axes__: ClassVar[tuple[Axis, ...]] = ()
+    """Axes of other packages that the configuration names. Dunders, because an axis may have any other name."""
+    __field_docs__: ClassVar[Mapping[str, str]]
     """The meaning of each."""
+    __suggested__: ClassVar[tuple[str, ...]] = ()
+    """Axes of installed packages, if the configuration names one that does not exist."""
     dp_replicate: Annotated[int, Gt(0)] = 1
     """Replicas, each sharded over the next axis."""
     dp_shard: Annotated[int, Ge(-1)] = -1
@@ -148,16 +151,24 @@ class ParallelSection:
     etp: Annotated[int, Gt(0)] = 1
     """Tensor parallelism inside experts: 1 or tp."""
 
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle finds no class that was made at run time
+        return _parallel, (self.__axes__, dataclasses.asdict(self))
+
+
+def _parallel(axes: tuple[Axis, ...], sizes: Mapping[str, int]) -> ParallelSection:
+    return parallel_section(axes)(**sizes)
+
 
 @functools.cache
-def parallel_section(axes: tuple[Axis, ...]) -> type[ParallelSection]:
+def parallel_section(axes: tuple[Axis, ...], suggested: tuple[str, ...] = ()) -> type[ParallelSection]:
     """The section with axes of other packages, each a key."""
-    if not axes:
+    if not axes and not suggested:
         return ParallelSection
     keys = {axis.name: Annotated[int, Gt(0)] for axis in axes}
     body = {"__annotations__": keys, **dict.fromkeys(keys, 1), "__doc__": ParallelSection.__doc__}
     made: type[ParallelSection] = section(type("ParallelSection", (ParallelSection,), body))
-    made.axes, made.docs = axes, {axis.name: axis.meaning for axis in axes}
+    made.__axes__, made.__suggested__ = axes, suggested
+    made.__field_docs__ = {axis.name: axis.meaning for axis in axes}
     return made
 
 

@@ -219,7 +219,7 @@ def _sentence(name: str, cls: type, key: Key, problem: Any, values: Mapping[Key,
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         names = list(_field_names(cls, key[:-1]))
         known = f" [{'.'.join((name, *key[:-1]))}] has {', '.join(names)}." if names else f" [{name}] has no options."
-        return f"{start}there is no such key.{nearest(key[-1], names) or known}"
+        return f"{start}there is no such key.{nearest(key[-1], (*names, *getattr(cls, '__suggested__', ()))) or known}"
     if kind == "too_long" or (kind == "missing" and isinstance(problem["loc"][-1], int)):
         sizes = [len(typing.get_args(m)) for m in members_of(annotation_of(cls, key)) if typing.get_origin(m) is tuple]
         return f"{start}expected a list of {' or '.join(map(str, sizes))} values, found {found!r}."

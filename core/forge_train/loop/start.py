@@ -173,7 +173,7 @@ def changed_layout(checkpoint: Path, saved: Mapping[str, Any], now: Layout) -> s
     axes = {key.removeprefix("parallel."): size for key, size in saved.items() if key.startswith("parallel.")}
     try:
         others = tuple(Axis(name) for name in axes if name not in CONFIGURED)
-        then = Layout.of(SimpleNamespace(**axes, axes=others), begun[-1]["world"])
+        then = Layout.of(SimpleNamespace(**axes, __axes__=others), begun[-1]["world"])
     except (ConfigError, AttributeError, IndexError, KeyError, TypeError):
         return ""
     sizes = (then.axes(), now.axes())

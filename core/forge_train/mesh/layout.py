@@ -50,7 +50,7 @@ class Layout:
         Raises:
             LayoutError: stating the rule and the numbers.
         """
-        added = tuple((axis, getattr(parallel, axis.name)) for axis in getattr(parallel, "axes", ()))
+        added = tuple((axis, getattr(parallel, axis.name)) for axis in getattr(parallel, "__axes__", ()))
         layout = cls(**{axis: getattr(parallel, axis) for axis in CONFIGURED}, others=added)
         dense = layout.domain("dense")
         if layout.dp_shard == 0:

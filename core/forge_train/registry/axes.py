@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 from collections.abc import Collection
 
 from ..base.errors import ConfigError, describe
 from ..base.names import import_module, split
 from ..config.sections import ParallelSection, parallel_section
-from ..mesh.axes import AXES, Axis
+from ..mesh.axes import AXES, CONFIGURED, Axis
 from .discovery import entry_points, identity
 
 GROUP = "forge_train.axes"
@@ -21,23 +20,23 @@ def section_of(names: Collection[str]) -> type[ParallelSection]:
     Raises:
         ConfigError: for one that can't be used.
     """
-    points = sorted((point for point in entry_points(GROUP) if point.name in names), key=_name)
-    return parallel_section(tuple(_load([*same]) for _, same in itertools.groupby(points, _name)))
+    if not (wanted := {*names} - {*CONFIGURED}):
+        return ParallelSection
+    points = entry_points(GROUP)
+    axes = tuple(_load([*points.select(name=name)]) for name in sorted(wanted & points.names))
+    return parallel_section(axes, () if wanted <= points.names else tuple(sorted(points.names)))
 
 
 def of_distribution(name: str) -> tuple[Axis, ...]:
     """Return the axes that a distribution adds."""
-    names = {point.name for point in entry_points(GROUP) if identity(point.dist)[0] == name}
-    return section_of(names).axes
+    points = entry_points(GROUP)
+    names = {point.name for point in points if identity(point.dist)[0] == name}
+    return tuple(_load([*points.select(name=one)]) for one in sorted(names))
 
 
 def installed() -> set[str]:
     """Return the names of the axes that other packages add."""
-    return {*map(_name, entry_points(GROUP))}
-
-
-def _name(point: importlib.metadata.EntryPoint) -> str:
-    return point.name
+    return entry_points(GROUP).names
 
 
 def _load(points: list[importlib.metadata.EntryPoint]) -> Axis:

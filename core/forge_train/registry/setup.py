@@ -77,7 +77,12 @@ def make_setup(
     sections = _sections(tree, enabled, resolution)
     if not resolution.mistakes and _bring(tree, enabled, sections):
         sections = _sections(tree, enabled, resolution)
-    classes = {**CORE_SECTIONS, "parallel": axes.section_of({key[0] for key in tree.below(("parallel",))})}
+    classes: dict[str, type] = dict(CORE_SECTIONS)
+    try:
+        classes["parallel"] = axes.section_of({key[0] for key in tree.below(("parallel",))})
+    except ConfigError as error:
+        tree.mistakes.append(str(error))
+        del classes["parallel"]
     core = {name: validate(name, cls, tree.below((name,)), tree.mistakes) for name, cls in classes.items()}
     _raise(resolution.mistakes, resolution.hints)
     made = [(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled]

@@ -73,8 +73,8 @@ def field_docs(section: type) -> dict[str, str]:
 
 
 def _own_docs(section: type) -> dict[str, str]:
-    if "docs" in vars(section):  # a class made at run time has no source
-        docs: dict[str, str] = vars(section)["docs"]
+    if "__field_docs__" in vars(section):  # a class made at run time has no source
+        docs: dict[str, str] = vars(section)["__field_docs__"]
         return docs
     try:
         source = textwrap.dedent(inspect.getsource(section))
