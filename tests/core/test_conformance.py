@@ -85,6 +85,7 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     return {"decoder.kv_heads": 4} if name == "mla" else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_forges_own_plugins_conform(name: str, tmp_path: Path, ranks: Pool) -> None:
     settings = {**CHEAPER.get(name, {}), **needed(name, tmp_path)}

@@ -33,6 +33,7 @@ def test_no_page_is_stale() -> None:
     assert [str(page.relative_to(ROOT)) for page in write.stale()] == [], "run `python docs/write.py`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", transcripts.SESSIONS)
 def test_no_transcript_is_stale(page: str) -> None:
     transcripts.written(page, PAGES[f"docs/{page}"], quick=True)
@@ -82,6 +83,7 @@ def test_the_picture_shows_what_the_preset_shows_now() -> None:
     assert float(found[1]) < float(found[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", pictures.SCHEDULES)
 def test_timelines_are_those_that_the_command_draws_now(schedule: str) -> None:
     assert pictures.target(schedule).read_text(encoding="utf-8") == pictures.picture(schedule)

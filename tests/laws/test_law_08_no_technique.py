@@ -103,6 +103,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dic
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", sorted(OWN))
 def test_without_this_plugin_forge_runs(results: dict[str, dict[str, dict[str, object]]], module: str) -> None:
     result = results[module]
