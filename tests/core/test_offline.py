@@ -32,6 +32,8 @@ def test_a_run_opens_without_its_text_its_observers_and_its_world(run: Path, tmp
     shutil.copytree(run / "checkpoints" / "step-00000003", moved)
     config = tomlkit.loads((moved / "config.toml").read_text())
     config["plugins"] = ["tensorboard", "gone_observer"]
+    config["defaults"]["slot_of_a_gone_package"] = "gone_default"  # type: ignore[index]
+    config["parallel"]["axis_of_a_gone_package"] = 2  # type: ignore[index]
     config["text"]["path"] = "/gone"  # type: ignore[index]
     config["parallel"]["tp"] = 4  # type: ignore[index]
     config["run"]["device"] = "cuda"  # type: ignore[index]
@@ -81,6 +83,8 @@ def test_values_asked_for_and_what_may_change_are_taken(run: Path, tmp_path: Pat
     config = tomlkit.loads((moved / "config.toml").read_text())
     config["text"]["path"] = str(shutil.copy(config["text"]["path"], tmp_path / "new.txt"))  # type: ignore[index]
     config["adamw"] = {"lr": 0.5}
+    config["defaults"]["slot_of_a_gone_package"] = "gone_default"  # type: ignore[index]
+    config["parallel"]["axis_of_a_gone_package"] = 2  # type: ignore[index]
     (moved / "config.toml").write_text(tomlkit.dumps(config))
     assert forge("eval", moved).code == 0
     assert forge("eval", moved, "-s", "decoder.rope.theta=500").code == 0

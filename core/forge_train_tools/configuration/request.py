@@ -53,6 +53,8 @@ class Request:
     `sections`."""
     foreign: str = ""
     """A folder that anybody may have made, with the configuration in it: no code that came with it is run."""
+    left_out: tuple[str, ...] = ()
+    """Dotted keys of the file and the presets that don't count."""
     brought: tuple[str, ...] = ()
     """Plugins whose sections are among `sections`; `without` leaves one out with its section."""
 
@@ -86,6 +88,8 @@ def lay(request: Request) -> Tree:
             lay_file(tree, read(preset(parent, at)), Origin("preset", f"{parent}.toml"))
         kind: OriginKind = "preset" if is_preset else "file"
         lay_file(tree, document, Origin(kind, document.path.name if is_preset else str(document.path)))
+    for name in request.left_out:
+        tree.values.pop(tuple(name.split(".")), None)
     for key, value in leaves(request.sections):
         if value is not TABLE:
             tree.put(key, Value(value, Origin("file", request.sections_from)))

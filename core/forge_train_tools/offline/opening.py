@@ -13,15 +13,19 @@ from forge_train.checkpoint import checkpoint
 from forge_train.compose.compose import compose
 from forge_train.compose.initialise import allocate
 from forge_train.config import differences
+from forge_train.config.tree import Key, Tree
 from forge_train.contract.model import Model
 from forge_train.loop.initial import load_initial
 from forge_train.loop.run import is_run
 from forge_train.loop.weights import load_weights
+from forge_train.mesh.axes import CONFIGURED
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.process_group import choose_device
 from forge_train.plugin.calls import implemented
 from forge_train.plugin.job import Job
+from forge_train.registry.axes import installed
+from forge_train.registry.declared import spec_modules
 from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup
 from forge_train.run.run import Run
@@ -168,10 +172,12 @@ def setup_of(
     file = str(path / "config.toml")
     tree = lay(Request(config=file))
     asked = [spec for key in ("plugins",) for spec in _names(tree.values.get((key,)))]
+    kept = {entry["name"] for entry in saved["enabled"]}
+    for key in (gone := list(_of_gone_packages(tree, kept))):
+        del tree.values[key]
     defaults = [value.value for value in tree.below(("defaults",)).values() if isinstance(value.value, str)]
     named = {plugin_name(spec) for spec in (*asked, *defaults)} - {""}
     already = {canonical(name) for name in _names(tree.values.get(("without",)))}
-    kept = {entry["name"] for entry in saved["enabled"]}
     needed = {value.value for value in tree.below(("defaults", "distributed")).values()} if world > 1 else set()
     needed.add(tree.values[("defaults", "executor")].value)  # changes no number, and another plugin may have filled it
     asked_for = wanted or Wanted()
@@ -181,6 +187,7 @@ def setup_of(
         plugins=asked_for.plugins,
         without=tuple(sorted(named - kept - already - needed - more)),
         set=asked_for.set,
+        left_out=tuple(".".join(key) for key in gone),
         sections={"parallel": {**dict.fromkeys(added_axes(tree), 1), **Layout(dp_shard=-1 if world > 1 else 1).axes()}},
         sections_from="the processes of this command",
         foreign=str(run_folder(path)),
@@ -200,6 +207,18 @@ def setup_of(
             + "\nPut the values back in that file, or use --set where the command has it."
         )
     return setup
+
+
+def _of_gone_packages(tree: Tree, kept: Set[str]) -> Iterator[Key]:
+    """Keys of axes, and of defaults of slots, that no installed package declares; not of defaults that are kept."""
+    slots = {name for module in spec_modules() for name in module.declares}
+    axes = {*CONFIGURED, *installed()}
+    for key, value in tree.values.items():
+        match key:
+            case "defaults", name if name not in slots and str(value.value) not in kept:
+                yield key
+            case "parallel", name if name not in axes:
+                yield key
 
 
 _MODEL = {"build_model", "attention", "feed_forward", "head", "tail", "parallelize"}
