@@ -111,6 +111,7 @@ def test_a_run_with_checkpoints(script: Script, tmp_path: Path) -> None:
     assert checkpoints.train(tmp_path, "behind")["bytes"] > 0
 
 
+@pytest.mark.slow
 def test_probes(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     probes = script("probes", BATCH=1, SEQUENCE=16)
     for transformers in (False, True):

@@ -150,6 +150,7 @@ def test_activations_grow_with_the_micro_batch(forge: Forge) -> None:
     assert two == pytest.approx(2 * one, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2", "zero1", "fsdp2,tp"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_unsharded_gradients_are_no_activations(forge: Forge, layout: str, precision: str) -> None:
@@ -286,6 +287,7 @@ def test_the_expected_bytes_beside_what_is_counted(forge: Forge) -> None:
     assert "× the expected" in forge("plan", "tiny.toml", *SPLIT).out
 
 
+@pytest.mark.slow
 def test_micro_batches_between_the_first_and_the_last_count_too(forge: Forge) -> None:
     def gathered(micro_batches: int) -> int:
         batch = ("-s", f"train.global_batch={2 * micro_batches}", "-s", "train.micro_batch=1")

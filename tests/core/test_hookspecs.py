@@ -472,6 +472,7 @@ def test_an_annotation_that_can_not_be_checked(tmp_path: Path, install: Install)
 # -- trials ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_conformance_suite_tries_it(tmp_path: Path, install: Install) -> None:
     install()
     install("scorer")

@@ -326,6 +326,7 @@ def train(folder: str, path: str, name: str, stop_at: int = 0) -> list[float]:
     return run_forge(("hf_datasets",), settings, steps=4, folder=Path(folder), name=name, **more).losses  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_stop_and_go_on(ranks: Pool, sources: dict[str, Any], tmp_path: Path) -> None:
     common = {"folder": str(tmp_path / "runs"), "path": sources["saved"]["path"]}

@@ -182,6 +182,7 @@ def test_bf16_and_recompute_go_with_it(run_forge: RunForge) -> None:
     assert again.losses == narrow.losses
 
 
+@pytest.mark.slow
 def test_compiles_to_one_graph_for_all_layers(run_forge: RunForge, caplog: pytest.LogCaptureFixture) -> None:
     compiled = {"compile.backend": "aot_eager", "compile.fullgraph": True}
     torch._dynamo.reset()  # what another test compiled of the same code would be compiled again, as dynamic
@@ -228,6 +229,7 @@ def test_auto_takes_what_is_faster(run_forge: RunForge, monkeypatch: pytest.Monk
     assert "declined 10 of 14: 16 × 32 runs at 0.90 × the speed here" in note
 
 
+@pytest.mark.slow
 def test_auto_judges_products_as_the_run_computes_them(run_forge: RunForge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eagerly, rounding costs many kernels; compiled, it is part of one."""
     import torch
