@@ -86,6 +86,13 @@ ARCHITECTURES = Fact(
     "about an unknown architecture names the plugins that know it.",
     literal=True,
 )
+ADDS = Fact(
+    "hf.adds",
+    bool,
+    "True if the plugin only adds parameters to a trained model. A folder holds none of them, so `forge train FOLDER` "
+    "imports it without the plugin, and trains with it.",
+    literal=True,
+)
 WEIGHS_LABELS = Fact(
     "task.weighs_labels",
     bool,

@@ -14,6 +14,7 @@ from .heads import Classes, Head, HeadSpec, Tail, Trunk
 from .hf.model import HFModel
 from .layers import Attention, AttentionKernel, FeedForward, Layer
 from .losses import LossFunction
+from .state_map import StateMap
 
 
 @hookspec("chain", asked="composition")
@@ -75,3 +76,8 @@ def import_hf(config: Mapping[str, Any]) -> HFModel | None:
 @hookspec("questions", asked=None)
 def export_hf(job: Job) -> HFModel | None:
     """Return the layout of this job's model in Hugging Face format, or None."""
+
+
+@hookspec("questions", asked=None)
+def merge_weights(job: Job) -> StateMap | None:
+    """Return a map that adds this plugin's parameters to the weights they adapt, for an export; None without any."""

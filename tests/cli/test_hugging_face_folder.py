@@ -144,3 +144,19 @@ def strange(folder: Path) -> str:
     (folder / "strange" / "config.json").write_text('{"architectures": ["Strange"]}')
     (folder / "strange" / "model.safetensors").write_bytes((folder / "hf" / "model.safetensors").read_bytes())
     return "strange"
+
+
+def test_adapted_from_the_folder(forge: Forge, folder: Path, model: Path) -> None:
+    """The import has no adapters; what is trained has nothing else."""
+    values = [word for one in ("train.steps=2", "train.global_batch=2", "lora.rank=2") for word in ("-s", one)]
+    said = forge("train", "hf", "-p", "lora", *CHATS, *values, "--name", "r", "--quiet").err
+    assert f"{model} is imported as runs/imported/" in said
+    (imported,) = (folder / "runs" / "imported").glob("hf-*")
+    assert "lora" not in (imported / "config.toml").read_text()
+    forge("generate", "runs/r", "--prompt", "say 7", "--tokens", "4")
+    inspected = forge("checkpoint", "inspect", "runs/r", "--json").json
+    names = [one["name"] for one in inspected["tensors"] if one["name"].startswith("model.")]
+    assert len(names) == 28
+    assert all(name.endswith(("lora_A", "lora_B")) for name in names)
+    forge("checkpoint", "export", "runs/r", "out")
+    assert forge("generate", "out", "--prompt", "say 7", "--tokens", "4", "--temperature", "0", "--json").json["text"]

@@ -170,6 +170,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (HFModel([]), "whose `map` is not a StateMap: found a list"),
     ],  # type: ignore[arg-type]
     "export_hf": [({"names": {}}, "found a dict")],
+    "merge_weights": [([], "expected a StateMap or None, found a list")],
     "initial_weights": [("weights.npz", "expected an InitialWeights or None, found 'weights.npz'")],
     "check_config": [
         ("too big", "expected a list of Problem or None, found 'too big'"),
@@ -257,6 +258,7 @@ NOT_ASKED = {
     "data_stages",
     "import_hf",
     "export_hf",
+    "merge_weights",
 }
 """Hooks that a toy run does not call."""
 

@@ -16,6 +16,7 @@ from forge_train.plugin.job import Hooks, Job
 
 from .. import hookspecs
 from ..format import format_lines
+from ..state_map import Step, View
 from ..weights import fill, fill_views
 from . import fit
 from .folder import CONFIG, Folder, is_hugging_face
@@ -117,6 +118,21 @@ def described(folder: Folder, hooks: Hooks) -> HFModel | None:
 def exported(job: Job) -> HFModel | None:
     """Describe this job's model in Hugging Face layout; None if no plugin does."""
     return job.hooks.only(hookspecs.export_hf, {"job": job})
+
+
+def merged(job: Job, stored: Mapping[str, View]) -> Mapping[str, View]:
+    """The weights of this job's model, with what plugins added to it merged into them (`merge_weights`).
+
+    Raises:
+        ConfigError: naming what can't be merged.
+    """
+    for name, one in job.hooks.call(hookspecs.merge_weights, {"job": job}):
+        step = Step(stored)
+        one.apply(step)
+        if step.wrong:
+            raise ConfigError(f"Plugin {name!r} can't merge its parameters into the weights:{format_lines(step.wrong)}")
+        stored = {**{key: stored[key] for key in step.left}, **step.given}
+    return stored
 
 
 def _described_by(job: Job, path: Path, layout: HFModel) -> tuple[str, str]:

@@ -67,8 +67,8 @@ class Dropout(Salted):
     feature. So it does not depend on micro-batches or ranks, a recomputed forward pass repeats it, and a resumed run
     continues with it. Samples are numbered through the whole run: no step repeats a number.
 
-    The input is `[batch, sequence, …]`, with all features on each rank. If tensor parallelism splits it along the
-    sequence, the model's `tensor_plan()` declares the module as `sequence`.
+    The input is `[batch, sequence, …]`, with all features on each rank unless `features_piece` says otherwise. If
+    tensor parallelism splits it along the sequence, the model's `tensor_plan()` declares the module as `sequence`.
 
     Args:
         rate: share of features that is zeroed, at least 0 and less than 1.
@@ -84,6 +84,8 @@ class Dropout(Salted):
         self.rate = check_rate("Dropout", rate)
         self.sequence_piece = (0, 1)
         """Index of this rank's piece of each sequence, and number of pieces; set by tensor parallelism."""
+        self.features_piece = (0, 1)
+        """The same of the features `[…]`, where a rank holds equal pieces of them; set by whoever splits them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, sequence, …]` → the same.
@@ -101,7 +103,8 @@ class Dropout(Salted):
         samples, positions = self._place(x)
         tokens = mixed(mixed(samples.int() ^ self.salt)[:, None] + positions.int())
         rest = x.shape[2:]
-        features = mixed(torch.arange(rest.numel(), dtype=torch.int32, device=x.device)).view(rest)
+        first = self.features_piece[0] * rest.numel()
+        features = mixed(torch.arange(first, first + rest.numel(), dtype=torch.int32, device=x.device)).view(rest)
         return mixed(tokens.view(*tokens.shape, *[1] * len(rest)) ^ features)
 
     def _place(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,9 +44,12 @@ def parameter_groups(
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     indices = _indices(model, job, trained, groups) if groups else {}
+    factors = lr_factors(model)
     members: dict[Key, list[nn.Parameter]] = {}
     for name, parameter in trained:
         own, index = dict(settings(name, parameter)), indices.get(name, -1)
+        if (factor := factors.get(name, 1.0)) != 1:
+            own["lr"] *= factor
         if index >= 0:
             group = groups[index]
             own["lr"] *= group.lr
@@ -59,6 +62,15 @@ def parameter_groups(
         pattern = {"match": groups[index].match, "lr_factor": groups[index].lr} if index >= 0 else {}
         made.append({"params": members.get(key, []), **dict(own_items), **pattern})
     return made
+
+
+def lr_factors(model: Model) -> dict[str, float]:
+    """Parameter → factor on its learning rate, where its module declares one: `lr_factors = {"weight": 2.0}`."""
+    return {
+        f"{path}.{name}" if path else name: factor
+        for path, module in model.named_modules()
+        for name, factor in getattr(module, "lr_factors", {}).items()
+    }
 
 
 def decay_groups(model: Model, job: Job, config: Any) -> list[dict[str, Any]]:

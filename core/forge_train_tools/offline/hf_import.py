@@ -264,8 +264,11 @@ def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel
 def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
     """The files next to the tensors. The configuration names them by relative paths, so that the checkpoint can
     be moved."""
-    here = {"train": {**setup.config.as_written.get("train", {}), "init_from": "./"}}
-    config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **here})
+    written = setup.config.as_written
+    left_open = dict.fromkeys(("init_missing", "init_unexpected", "init_map"))  # for plugins that add parameters
+    here = {"train": {**written.get("train", {}), "init_from": "./", **left_open}}
+    here["checkpoint"] = {**written.get("checkpoint", {}), "only": None}
+    config = dataclasses.replace(setup.config, as_written={**written, **here})
     beside = [scratch / EDITABLE, scratch / "plugins.json"]
     if found := model_files.files(folder.path):
         if model_files.vocabulary_of(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from forge_train.store.consolidated import SHARD_BYTES
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import CONFIG
 from forge_train_kit.hf.ranges import Weights
-from forge_train_kit.hf.start import exported
+from forge_train_kit.hf.start import exported, merged
 
 from ..launching.launch import WorkerCommand, launch
 from .hf_files import (
@@ -107,13 +108,14 @@ class _Export:
         left_out = [name for name in model.state_dict() if any(re.fullmatch(one, name) for one in layout.left_out)]
         weights = {name: one for name, one in model.state_dict().items() if name not in left_out}
         stored = Weights({name: where[name] for name in weights})
-        plan = fit.plan_export(source, layout, stored.views)
+        views = merged(job, stored.views)
+        plan = fit.plan_export(source, layout, views)
         tensors = in_order(plan, dtype, layout.exact)
         special = special_tokens(beside, job)
         padding = _padding(special, layout, job)
         config = {**described(layout, special), **padding, "torch_dtype": common_dtype(tensors)}
         files = TensorFiles.of(tensors, shard_bytes)
-        parameters = sum(tensor.numel() for tensor in weights.values())
+        parameters = sum(math.prod(view.shape) for view in views.values())
         return cls(config, files, lambda name: plan.read(name, stored.read), beside, parameters, left_out)
 
 

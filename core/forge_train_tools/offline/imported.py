@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
+from forge_train.registry.discovery import discover, plugin_name
 from forge_train.store.manifest import EDITABLE
+from forge_train_kit.facts import ADDS
 from forge_train_tools.configuration.request import Request, lay
 
 FOLDER = "imported"
@@ -20,7 +22,7 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
     """The request with the configuration of the folder's checkpoint, which is made first if it does not exist.
 
     If another process is importing the same folder, this one waits for it. Changed files or other plugins make another
-    checkpoint.
+    checkpoint; those that only add parameters to a model (`hf.adds`) take no part in the import.
 
     Args:
         request: its `config` is a folder in Hugging Face layout.
@@ -38,7 +40,9 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
         for file in sorted(source.iterdir())
         if file.is_file() and (stat := file.stat())
     ]
-    made_of = repr((str(source), stamps, sorted(request.plugins), sorted(request.without)))
+    adding = {one.name for one in discover() if ADDS.read(one)}
+    plugins = tuple(one for one in request.plugins if plugin_name(one) not in adding)
+    made_of = repr((str(source), stamps, sorted(plugins), sorted(request.without)))
     name = f"{source.name}-{hashlib.blake2b(made_of.encode(), digest_size=4).hexdigest()}"
     target = run_dir / FOLDER / name
     try:
@@ -49,7 +53,7 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (target / EDITABLE).is_file():
-            done = import_checkpoint(source, target, plugins=request.plugins, without=request.without)
+            done = import_checkpoint(source, target, plugins=plugins, without=request.without)
             told(f"{source} is imported as {target}.")
             for note in done.notes:
                 told(f"Note: {note}")

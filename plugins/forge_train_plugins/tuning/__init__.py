@@ -1,0 +1,1 @@
+"""Adapting models that are trained already."""

@@ -1,0 +1,28 @@
+"""Rank and scale of each update."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from forge_train import ConfigError
+
+if TYPE_CHECKING:
+    from ..lora import LoRA
+
+
+def size(config: LoRA.Config, name: str) -> tuple[int, float]:
+    """Rank and scale of a linear's update.
+
+    Raises:
+        ConfigError: if two groups match the linear.
+    """
+    hits = [group for group in config.groups if fnmatchcase(name, group.match)]
+    if len(hits) > 1:
+        both = " and ".join(repr(group.match) for group in hits)
+        raise ConfigError(f"lora.groups: {both} both match {name!r}.", key="lora.groups")
+    rank, alpha = config.rank, config.alpha
+    for group in hits:
+        rank, alpha = group.rank or rank, group.alpha or alpha
+    return rank, alpha / (math.sqrt(rank) if config.rslora else rank)

@@ -1,0 +1,97 @@
+"""Low-rank adaptation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from forge_train import Ge, Gt, Lt, Phase, Plugin, Problem, Transform, hookimpl, section
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_train import Job, Model
+    from forge_train_kit.state_map import StateMap
+
+ADDED = ("*.lora_A", "*.lora_B")
+"""Patterns of the parameters that it adds."""
+
+
+@section
+class Group:
+    """Linears whose names match a pattern, and their own rank and alpha: an item of `groups`."""
+
+    match: str
+    """Names, with `*`, `?` and `[…]` as in a shell: `layers.*.attention.*`. `*` matches dots too."""
+    rank: Annotated[int, Gt(0)] | None = None
+    """Without it, as in the section."""
+    alpha: Annotated[float, Gt(0)] | None = None
+    """The same."""
+
+
+class LoRA(Plugin):
+    """Trains low-rank updates of linear layers, `W x + scale · B A x`, and freezes everything else (arXiv:2106.09685).
+
+    `A` and `B` are parameters of the linear itself, `lora_A` and `lora_B`, and split as its weight is. Checkpoints hold
+    only them, and name the base: the checkpoint in `train.init_from`.
+    """
+
+    api = (1, 0)
+    provides = ("lora",)
+    facts = {
+        "plan.per_unit": True,
+        "hf.adds": True,
+        "check.example": ("train.init_missing=[]", "checkpoint.only=[]"),
+    }
+
+    @section
+    class Config:
+        modules: tuple[str, ...] = ()
+        """Patterns of linears to adapt, such as `*.q`; each must match one. Empty means all linears in the model's
+        units: those of attention and of feed-forward blocks."""
+        rank: Annotated[int, Gt(0)] = 16
+        """Rows of `A`, and columns of `B`."""
+        alpha: Annotated[float, Gt(0)] = 32.0
+        """Numerator of the scale, which is alpha / rank."""
+        groups: tuple[Group, ...] = ()
+        """Linears by pattern, with a rank or an alpha of their own."""
+        rslora: bool = False
+        """Scale by alpha / √rank (rank-stabilised, arXiv:2312.03732)."""
+        dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+        """Of the input of `A`."""
+        lr_ratio: Annotated[float, Gt(0)] = 1.0
+        """Learning rate of `B` as a multiple of that of `A` (LoRA+, arXiv:2402.12354, recommends about 16)."""
+
+    config: Config
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._adapters: Any = None
+
+    @classmethod
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
+        """The base lacks what is added here, and checkpoints hold nothing else."""
+        return {"train.init_missing": list(ADDED), "checkpoint.only": list(ADDED)}
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        for group in self.config.groups:
+            if group.rank is None and group.alpha is None:
+                yield Problem("lora.groups", f"{group.match!r} changes nothing; set its rank or its alpha.")
+
+    @hookimpl
+    def parallelize(self, job: Job) -> Transform:
+        from ._lora.adapters import Adapters
+
+        self._adapters = Adapters(self.config, job)
+        return Transform(Phase.ADAPT, "lora", self._adapters.apply)
+
+    @hookimpl
+    def merge_weights(self, job: Job) -> StateMap:
+        from ._lora.merge import Merge
+
+        return Merge(self.config)
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self._adapters.begin(model, optimizer)

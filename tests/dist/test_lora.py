@@ -1,0 +1,59 @@
+"""`lora` on several ranks: loss and gradients equal those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compositions
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.testing import Verifier
+from hf_layouts import Foreign
+
+pytestmark = [pytest.mark.dist]
+
+LORA: dict[str, Any] = {
+    "lora.rank": 4,
+    "lora.dropout": 0.2,
+    "lora.groups": '[{match = "*.v", rank = 2, alpha = 8.0}]',
+    "lora.lr_ratio": 4.0,
+    "train.init_missing": [],  # of random weights, and no checkpoints
+    "checkpoint.only": [],
+    "train.global_batch": 4,
+    "train.micro_batch": 2,
+}
+ONE = {"train.micro_batch": 1}
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
+    "fsdp2×2, ac": (2, ("fsdp2", "ac"), ONE),
+    "ddp": (2, ("ddp",), {}),
+    "zero1": (2, ("zero1",), {}),
+    "tp2": (2, ("tp",), {"parallel.tp": 2}),
+    "tp2, not along the sequence, ac": (2, ("tp", "ac"), {"parallel.tp": 2, "tp.sequence_parallel": False}),
+    "pp2, ac": (2, ("pp", "ac"), {"parallel.pp": 2, **ONE}),
+    "cp2": (2, ("cp", "fsdp2"), {"parallel.cp": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_decoder_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
+    world, plugins, settings = LAYOUTS[layout]
+    request = compositions._request(composition_file, (*plugins, "lora"), LORA | settings)
+    reference = compositions._request(composition_file, ("lora",), {**LORA, "train.micro_batch": 4})
+    verdict = verify(request, world, steps=2, reference=reference)
+    assert verdict.agree, verdict
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("cohere", "tp2"), ("glm", "dp2, ac, compile"), ("arcee", "pp2")])
+def test_a_class_of_transformers_agrees_with_one_process(verify: Verifier, kind: str, layout: str) -> None:
+    pytest.importorskip("transformers")
+    case = Foreign(kind, layout)
+
+    def adapted(request: Request) -> Request:
+        own = ("lora.rank=2", "train.init_missing=[]", "checkpoint.only=[]")
+        return replace(request, plugins=(*request.plugins, "lora"), set=(*request.set, *own))
+
+    verdict = verify(adapted(case.request()), case.world, steps=2, reference=adapted(case.reference()))
+    assert verdict.agree, verdict

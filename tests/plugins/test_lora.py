@@ -1,0 +1,219 @@
+"""The plugin `lora` in one process: what it adapts, freezes, keeps and refuses, and that its gradients are PEFT's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chat_model
+import hf_models
+from forge_train import ConfigError, Job, Model
+from forge_train.checkpoint.checkpoint import shapes
+from forge_train.compose.compose import compose
+from forge_train.engine import train
+from forge_train.loop.initial import load_initial
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.hf_request import starting_from
+from forge_train_tools.offline.huggingface import export_checkpoint
+from forge_train_tools.offline.opening import lone_job, open_model
+from forge_train_tools.testing import run_forge
+
+pytestmark = pytest.mark.unit
+
+FREE = {"train.init_missing": [], "checkpoint.only": []}
+"""Random weights beneath, and whole checkpoints."""
+LINEARS = ("attention.q", "attention.k", "attention.v", "attention.o")
+BLOCK = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    return run_forge(steps=2, folder=tmp_path_factory.mktemp("base"), name="base").run
+
+
+def tuned(folder: Path, base: Path, config: dict[str, Any] | None = None, **more: Any) -> Any:
+    values = {"train.init_from": str(base), "adamw.lr": 0.01, **(config or {})}
+    return run_forge(("lora",), values, folder=folder, **more)
+
+
+def test_adapts_every_linear_of_a_block_and_keeps_nothing_else(base: Path, tmp_path: Path) -> None:
+    run = tuned(tmp_path, base)
+    trained = {name: one for name, one in run.model.named_parameters() if one.requires_grad}
+    layers = {int(name.split(".")[1]) for name in trained}
+    names = {
+        f"layers.{layer}.{linear}.lora_{factor}" for layer in layers for linear in LINEARS + BLOCK for factor in "AB"
+    }
+    assert trained.keys() == names
+    assert all(one.grad is None for one in run.model.parameters() if not one.requires_grad)
+    assert {id(one) for one in run.optimizer.state} == {id(one) for one in trained.values()}
+    held = {name for name in shapes(run.run / "checkpoints" / "step-00000003") if name.startswith("model.")}
+    assert held == {f"model.{name}" for name in names}
+    before, after = (open_model(path, text=False).model.state_dict() for path in (base, run.run))
+    assert all(torch.equal(one, after[name]) for name, one in before.items())
+
+
+def test_begins_with_the_function_of_its_base(base: Path, tmp_path: Path) -> None:
+    run = tuned(tmp_path, base, {"adamw.lr": 1e-30, "adamw.weight_decay": 0.0}, steps=1)
+    alone = run_forge((), {"train.init_from": str(base)}, steps=1, folder=tmp_path / "alone")
+    assert run.losses == alone.losses
+    factors = {name: one for name, one in run.model.named_parameters() if one.requires_grad}
+    assert all(one.abs().max() < 1e-20 for name, one in factors.items() if name.endswith("lora_B"))
+    bounds = {name: one.shape[1] ** -0.5 for name, one in factors.items() if name.endswith("lora_A")}
+    assert all(0.9 * bound < factors[name].abs().max() <= bound for name, bound in bounds.items())
+
+
+def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
+    other = run_forge(steps=1, folder=tmp_path / "other", name="other").run
+    tuned(tmp_path, base, name="run", stop_at=2)
+    with pytest.raises(ConfigError, match=r"holds a part of the weights, and the others are those of .*holds others"):
+        tuned(tmp_path, other, name="run")
+    assert tuned(tmp_path, base, name="run").finished.step == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"lora.modules": ["*.q", "*.gat"]}, r"lora\.modules: '\*\.gat' matches no linear\. Did you mean '\*\.gate'\?"),
+        ({"lora.modules": ["query"]}, r"'query' matches no linear\. There are \*\.down, "),
+        (
+            {"lora.modules": ["*.q"], "lora.groups": [{"match": "*.down", "rank": 1}]},
+            r"lora\.groups: '\*\.down' matches no linear\. There are \*\.q\.",
+        ),
+        (
+            {"lora.groups": [{"match": "*.q", "rank": 1}, {"match": "*.attention.*", "rank": 2}]},
+            r"lora\.groups: '\*\.q' and '\*\.attention\.\*' both match 'layers\.0\.attention\.q'",
+        ),
+        ({"lora.groups": [{"match": "*.q"}]}, r"lora\.groups: '\*\.q' changes nothing; set its rank or its alpha"),
+        ({"lora.rank": 1000}, r"lora\.rank: 1000 is above a dimension of 'layers\.0\.attention\.q' \("),
+        ({"train.init_from": ""}, r"needs a checkpoint that gives the other weights; set train\.init_from"),
+    ],
+)
+def test_what_can_not_be_is_refused(base: Path, tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tuned(tmp_path, base, config)
+
+
+def test_sizes_scales_and_learning_rates_by_pattern(tmp_path: Path) -> None:
+    groups = [{"match": "*.v", "rank": 2}, {"match": "layers.0.feed_forward.*", "alpha": 3.0}]
+    own = {"lora.rank": 4, "lora.alpha": 6.0, "lora.groups": groups, "lora.rslora": True, "lora.lr_ratio": 16.0}
+    run = run_forge(("lora",), {**FREE, **own}, folder=tmp_path, steps=1)
+    modules = dict(run.model.named_modules())
+    for name, rank, alpha in (("attention.v", 2, 6), ("feed_forward.up", 4, 3), ("attention.q", 4, 6)):
+        one: Any = modules[f"layers.0.{name}"]
+        assert (one.lora_A.shape[0], one.lora_B.shape[1], one.lora_scale) == (rank, rank, alpha / math.sqrt(rank))
+    rates = {id(one): group["initial_lr"] for group in run.optimizer.param_groups for one in group["params"]}
+    v: Any = modules["layers.1.attention.v"]
+    assert rates[id(v.lora_B)] == pytest.approx(16 * rates[id(v.lora_A)])
+
+
+def test_an_optimizer_that_reads_no_factors_is_refused(tmp_path: Path) -> None:
+    groups = [{"match": "*.lora_B", "lr": 2.0}]
+    with pytest.raises(ConfigError, match=r"lora\.lr_ratio: lora_B of 'layers\.0\.attention\.q' learns at "):
+        run_forge(("lora",), {**FREE, "lora.lr_ratio": 3.0, "adamw.groups": groups}, folder=tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_export_is_merged(tmp_path: Path, dtype: str) -> None:
+    """Its logits are those of the run; the dtype is the base's."""
+    transformers = pytest.importorskip("transformers")
+    narrow = torch.bfloat16 if dtype == "bf16" else None
+    chat_model.write_model(tmp_path / "hf")
+    imported = import_checkpoint(tmp_path / "hf", tmp_path / "base", dtype=narrow).path
+    (tmp_path / "text.txt").write_text("say one two three\n" * 200)
+    short = ("train.steps=3", "train.global_batch=2", "train.sequence=16", "train.evaluate_every=0")
+    request = Request(
+        config=str(imported / "config.toml"),
+        plugins=("lora",),
+        without=("console", "tensorboard"),
+        set=(*short, "adamw.lr=0.05", "run.device=cpu", f"text.path={tmp_path / 'text.txt'}"),
+    )
+    run = train(resolve(request), run_dir=tmp_path / "runs").run
+    export_checkpoint(run, tmp_path / "out")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.dtype is (narrow or torch.float32)
+    opened = open_model(run, text=False)
+    ids = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        ours, theirs = logits(opened.model, ids), merged.float()(ids).logits
+        before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(ids).logits
+    assert (ours - before).abs().max() > 0.1
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 if narrow is None else 0.05)
+
+
+def test_an_export_that_would_change_the_embedding_is_refused(base: Path, tmp_path: Path) -> None:
+    """By `merge_weights`: a tied head has no weight of its own."""
+    tied = run_forge((), {"decoder.tied": True}, steps=1, folder=tmp_path / "tied").run
+    run = tuned(tmp_path, tied, {"decoder.tied": True, "lora.modules": ["head"]}).run
+    with pytest.raises(ConfigError, match=r"Plugin 'lora' can't merge .*\s+head\.weight: missing"):
+        export_checkpoint(run, tmp_path / "out")
+
+
+def logits(model: Model, ids: Tensor) -> Tensor:
+    (part,) = model.parts
+    head: Any = part.head
+    found: Tensor = head(part(ids))
+    return found
+
+
+def started(folder: Path, *settings: str, plugins: tuple[str, ...] = ()) -> tuple[Job, Model]:
+    """A folder's model with adapters."""
+    values = ("checkpoint.only=[]", "run.device=cpu", *settings)
+    request = Request(model_from=str(folder), plugins=("lora", *plugins), set=values)
+    setup = resolve(starting_from(request), data=False)
+    job = lone_job(setup, folder)
+    model = compose(job).model
+    load_initial(model, job)
+    return job, model
+
+
+@pytest.mark.parametrize(("kind", "rslora"), [("llama", False), ("cohere", True)])
+def test_logits_and_gradients_are_those_of_peft(tmp_path: Path, kind: str, rslora: bool) -> None:
+    """A family of `decoder`, and a class of `hf`."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = tmp_path / "hf"
+    if kind == "llama":
+        chat_model.write_model(folder)
+    else:
+        config = transformers.AutoConfig.for_model(kind, **{**hf_models.MODELS[kind], "vocab_size": 300})
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ranks = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}}
+    wanted = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_rslora=rslora, **ranks)
+    theirs = peft.get_peft_model(theirs, wanted)
+    value = "v" if kind == "llama" else "v_proj"
+    own = (f"lora.groups=[{{match = '*.{value}', rank = 2, alpha = 3.0}}]", f"lora.rslora={str(rslora).lower()}")
+    _, model = started(folder, "lora.rank=4", "lora.alpha=8.0", *own, plugins=() if kind == "llama" else ("hf",))
+    pairs = dict(paired(theirs, model))
+    assert len(pairs) == 2 * 2 * 7
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one, other in pairs.values():
+            one.copy_(torch.randn(one.shape, generator=generator) * 0.3)
+            other.copy_(one)
+    ids = torch.arange(24).view(2, 12)
+    found, expected = logits(model, ids), theirs(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    for one in (found, expected):
+        nn.functional.cross_entropy(one.flatten(0, 1), (ids.flatten() + 1) % 50).backward()
+    for name, (one, other) in pairs.items():
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def paired(theirs: nn.Module, model: Model) -> Any:
+    """Their factors, and ours of the same linear."""
+    calls = {"self_attn": "attention", "mlp": "feed_forward", "q_proj": "q", "k_proj": "k", "v_proj": "v"}
+    calls |= {"o_proj": "o", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+    ours = dict(model.named_parameters())
+    for name, one in theirs.named_parameters():
+        if one.requires_grad:
+            path = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+            family = ".".join(calls.get(part, part) for part in path.removeprefix("model.").split("."))
+            yield path, (one, ours[path if path in ours else family])
