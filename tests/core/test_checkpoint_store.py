@@ -117,6 +117,20 @@ def test_what_a_run_removes_while_a_round_looks_for_it_stays_in_the_store(
     assert not (place / "step-00000001").exists()
 
 
+def test_what_was_due_is_copied_although_the_first_round_can_t_be_told(tmp_path: Path, place: Path) -> None:
+    def tell(sent: Sent) -> None:
+        raise OSError("No space left on device")
+
+    with bucket(tmp_path / "bucket"):
+        sender = Sender(place, [Store(ADDRESS)], 2, 0, tell=tell)
+        sender.send()
+        write(place, 3)
+        sender.send()
+        with pytest.raises(OSError, match="No space left"):
+            sender.wait()
+        assert steps() == [3, 2]
+
+
 def trials(tmp_path: Path, place: Path, fails: Any) -> Iterator[tuple[Sent, bool]]:
     """Copy step 3 to a store that holds 1 and 2, with a failure at each call in turn, until no call is left to fail."""
     far = tmp_path / "bucket"

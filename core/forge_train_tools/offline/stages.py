@@ -8,10 +8,13 @@ from pathlib import Path
 from forge_train.base.errors import PluginError
 from forge_train.base.format import format_length
 from forge_train.mesh.layout import Layout
+from forge_train.mesh.world import World
+from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 
 from ..hookspecs import data_stages
-from .opening import lone_job
+from ..planning.imagined import imagined
+from .opening import ReadOnlyRun
 
 STAGES = ("source", "decode", "render", "tokenise", "filter", "map", "pack", "order", "batch")
 
@@ -27,13 +30,16 @@ class Stage:
 
 
 def stages(setup: Setup, world: int) -> list[Stage]:
-    """Every stage that a plugin describes, in the order in which data passes through them.
+    """Every stage that a plugin describes, in the order in which data passes through them. Plugins are asked as the
+    first of `world` ranks.
 
     Raises:
         PluginError: if a plugin describes an unknown stage.
     """
-    job, hooks = lone_job(setup, Path(), "cpu"), setup.hooks
-    found = [Stage(stage, name, text) for name, told in data_stages(job) for stage, text in told]
+    layout, hooks = Layout.of(setup.config.parallel, world), setup.hooks
+    with imagined(layout, World(size=world)) as dist:
+        job = Job.of(setup.config, hooks, ReadOnlyRun(Path()), dist)
+        found = [Stage(stage, name, text) for name, told in data_stages(job) for stage, text in told]
     if wrong := next((one for one in found if one.stage not in STAGES), None):
         raise PluginError(
             f"{hooks.whose('data_stages', wrong.plugin)}: there is no stage {wrong.stage!r}; stages are "
@@ -47,14 +53,13 @@ def stages(setup: Setup, world: int) -> list[Stage]:
         found.append(Stage("tokenise", tokenizer, f"{hooks.tokenizer().vocabulary:,} token ids"))
     silent = (name for name in hooks.implementers("prepare_batch") if name not in tellers)
     found += [Stage("map", name, "changes each batch before the model gets it (prepare_batch)") for name in silent]
-    found.append(Stage("batch", "", _batch(setup, world)))
+    found.append(Stage("batch", "", _batch(setup, layout)))
     return sorted(found, key=lambda one: STAGES.index(one.stage))
 
 
-def _batch(setup: Setup, world: int) -> str:
-    train = setup.config.train
-    ranks = Layout.of(setup.config.parallel, world).dp
-    passes = train.global_batch // (train.micro_batch * ranks)
+def _batch(setup: Setup, layout: Layout) -> str:
+    train, ranks = setup.config.train, layout.dp
+    passes = layout.micro_batches(train.global_batch, train.micro_batch)
     warm = "; smaller at first (train.batch_warmup)" if train.batch_warmup else ""
     return (
         f"{train.sequence:,} tokens × {train.micro_batch:,} sequences × {ranks:,} data ranks × {passes:,} passes = "
