@@ -224,20 +224,20 @@ class Sender(CheckpointCopies):
 
     def look(self) -> set[int]:
         """Tell of the last round, once, and start the next one if it is due."""
-        return self._take() if self._task is not None and self._task.ended() else set()
+        return self._told(self._take()) if self._task is not None and self._task.ended() else set()
 
     def wait(self) -> set[int]:
         """Tell of all rounds until everything was tried."""
-        removed = set[int]()
+        results: list[Sent] = []
         if self._task is not None and not self._task.ended():
             log.info(
                 "Waiting until the checkpoints are copied to %s.", " and ".join(one.address for one in self._places)
             )
         while self._task is not None:
-            removed |= self._take()
-        return removed
+            results += self._take()
+        return self._told(results)
 
-    def _take(self) -> set[int]:
+    def _take(self) -> list[Sent]:
         assert self._task is not None
         task, self._task = self._task, None
         results = task.result()
@@ -247,6 +247,9 @@ class Sender(CheckpointCopies):
                 note_roll_back(self._folder.parent, None)
         if self._due:
             self.send(self._spared)
+        return results
+
+    def _told(self, results: Sequence[Sent]) -> set[int]:
         for sent in results:
             self._tell(sent)
         return {gone.step for sent in results if sent.keeps for gone in sent.pruned}
