@@ -177,6 +177,16 @@ def test_a_plugin_tells_its_own_stages(
         assert ended.out.index("numbers") < ended.out.index("rows of 16")
 
 
+def test_a_plugin_sees_the_ranks_that_are_asked_for(
+    forge: Forge, folder: Path, distribution: Callable[..., Path]
+) -> None:
+    told = 'f"rank {job.dist.data_rank} of {job.dist.data_ranks}, {job.dist.layout.tp} of {job.dist.world}"'
+    (folder / "own.py").write_text(OWN.replace('"numbers"', told).replace("STAGE", "batch"), encoding="utf-8")
+    axes = ("-s", "parallel.tp=2", "-p", "tp", "--world", "4", "-s", "train.global_batch=4")
+    found = forge("data", "show", "tiny.toml", "-p", "./own.py:Own", *axes, "--without", "text", "--json").json
+    assert [one["text"] for one in found if one["plugin"] == "own"] == ["rows of 16", "rank 0 of 2, 2 of 4"]
+
+
 def test_a_plugin_that_tells_nothing_is_named(forge: Forge, folder: Path) -> None:
     (folder / "own.py").write_text(OWN.partition("    @hookimpl\n    def data_stages")[0], encoding="utf-8")
     shown = forge("data", "show", "tiny.toml", "-p", "./own.py:Own", "--without", "text").out
