@@ -5,7 +5,7 @@ Nothing of forge's own model or data takes part: what the tests of core show hol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -284,6 +284,29 @@ TOYS = ("toys:ToyModel", "toys:ToyData")
 """What every toy run enables; defaults fill the other slots."""
 
 Wanted = str | type[Plugin]
+
+
+class Asks(Plugin):
+    """Asks something of `job.control` after a step, once."""
+
+    api = (1, 0)
+    at: int = 0
+    asked = staticmethod(lambda control: None)
+
+    @hookimpl
+    def on_start(self, job: Any) -> None:
+        self.control, self.done = job.control, False
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        if step.step == self.at and not self.done:
+            self.done = True
+            type(self).asked(self.control)
+
+
+def asks(at: int, asked: Callable[[Any], None]) -> type[Plugin]:
+    """A plugin that passes the run's `job.control` to a function after a step, once."""
+    return type("AsksOnce", (Asks,), {"at": at, "asked": staticmethod(asked)})
 
 
 def _own(more: dict[str, Any]) -> list[type[Plugin]]:

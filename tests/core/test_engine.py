@@ -236,35 +236,13 @@ def test_a_refused_run_is_left_as_it_was(tmp_path: Path) -> None:
 # -- requests -------------------------------------------------------------------------------------
 
 
-class Asks(Plugin):
-    """Asks something of `job.control` after a step, once."""
-
-    api = (1, 0)
-    at: int = 0
-    asked = staticmethod(lambda control: None)
-
-    @hookimpl
-    def on_start(self, job: Any) -> None:
-        self.control, self.done = job.control, False
-
-    @hookimpl
-    def on_step(self, step: Any) -> None:
-        if step.step == self.at and not self.done:
-            self.done = True
-            type(self).asked(self.control)
-
-
-def asks(at: int, asked: Any) -> type[Plugin]:
-    return type("AsksOnce", (Asks,), {"at": at, "asked": staticmethod(asked)})
-
-
 @pytest.mark.unit
 def test_stop_saves_and_ends_with_the_first_reason(tmp_path: Path) -> None:
     def stop(control: Any) -> None:
         control.stop("enough", 3)
         control.stop("another", 4)
 
-    run = toys.run(tmp_path, asks(2, stop), config={"log.every": 3})
+    run = toys.run(tmp_path, toys.asks(2, stop), config={"log.every": 3})
     assert (run.finished.outcome, run.finished.code, run.finished.reason) == ("interrupted", 3, "enough")
     assert [saved.step for saved in found(run.run / "checkpoints")] == [2]
     assert [event["event"] for event in run.events][-2:] == ["interrupted", "run_finished"]
@@ -273,9 +251,9 @@ def test_stop_saves_and_ends_with_the_first_reason(tmp_path: Path) -> None:
 
 @pytest.mark.unit
 def test_save_saves_once(tmp_path: Path) -> None:
-    run = toys.run(tmp_path, asks(2, lambda control: control.save()), config={"checkpoint.every": 2})
+    run = toys.run(tmp_path, toys.asks(2, lambda control: control.save()), config={"checkpoint.every": 2})
     assert [event["step"] for event in run.events if event["event"] == "checkpoint_saved"] == [2, 4]
-    run = toys.run(tmp_path, asks(3, lambda control: control.save()), config={"checkpoint.keep": 9})
+    run = toys.run(tmp_path, toys.asks(3, lambda control: control.save()), config={"checkpoint.keep": 9})
     assert [saved.step for saved in found(run.run / "checkpoints")] == [4, 3]
 
 
@@ -293,7 +271,7 @@ class Ranges(Plugin):
 @pytest.mark.parametrize("skip", [0, 1, 3])
 def test_roll_back_goes_to_the_newest_checkpoint_and_leaves_data_out(tmp_path: Path, skip: int) -> None:
     config = {"checkpoint.every": 2}
-    back = asks(3, lambda control: control.roll_back("a spike", skip))
+    back = toys.asks(3, lambda control: control.roll_back("a spike", skip))
     run = toys.run(tmp_path, back, Ranges, *ALL, steps=5, config=config)
     assert run.plugin("ranges").seen == [(1, 0), (2, 1), (3, 2), (3, 2 + skip), (4, 3 + skip), (5, 4 + skip)]
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5]
@@ -316,7 +294,7 @@ def test_roll_back_and_stop_together_do_not_save_what_was_rolled_back(tmp_path: 
         control.stop("enough")
         control.roll_back("a spike")
 
-    run = toys.run(tmp_path, asks(3, both), config={"checkpoint.every": 2}, steps=6)
+    run = toys.run(tmp_path, toys.asks(3, both), config={"checkpoint.every": 2}, steps=6)
     assert (run.finished.step, run.finished.code) == (2, 75)
     assert [saved.step for saved in found(run.run / "checkpoints")] == [2]
 
@@ -330,7 +308,7 @@ def test_roll_back_before_a_step_removes_what_came_after_it(tmp_path: Path) -> N
         control.save()
 
     config = {"checkpoint.every": 2, "checkpoint.keep": 9}
-    run = toys.run(tmp_path, asks(6, back), Ranges, steps=7, config=config)
+    run = toys.run(tmp_path, toys.asks(6, back), Ranges, steps=7, config=config)
     assert run.plugin("ranges").seen[6:] == [(3, 3), (4, 5), (5, 6), (6, 7), (7, 8)]
     told = [(event["event"], event["step"]) for event in run.events]
     first = told.index(("anomaly", 6))
@@ -345,9 +323,9 @@ def test_roll_back_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(
         DivergedError, match=r"A plugin asked to roll back \(a spike\), but the run has no checkpoint yet"
     ):
-        toys.run(tmp_path, asks(2, lambda control: control.roll_back("a spike")))
+        toys.run(tmp_path, toys.asks(2, lambda control: control.roll_back("a spike")))
     with pytest.raises(ConfigError, match="skip must be at least 0, found -1"):
-        toys.run(tmp_path, asks(2, lambda control: control.roll_back("a spike", -1)))
+        toys.run(tmp_path, toys.asks(2, lambda control: control.roll_back("a spike", -1)))
 
 
 # -- divergence and failure -----------------------------------------------------------------------
@@ -643,7 +621,7 @@ def started(folder: Path, *arguments: object) -> Any:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    run = toys.run(tmp_path, asks(2, lambda control: signal.raise_signal(number)))
+    run = toys.run(tmp_path, toys.asks(2, lambda control: signal.raise_signal(number)))
     assert (run.finished.outcome, run.finished.code, run.finished.reason) == ("interrupted", 75, number.name)
     assert [saved.step for saved in found(run.run / "checkpoints")] == [2]
     assert signal.getsignal(number) is before

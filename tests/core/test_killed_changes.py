@@ -14,7 +14,7 @@ import torch
 
 import toys
 from forge_cli import forge
-from forge_train import ConfigError, Plugin, hookimpl
+from forge_train import ConfigError
 from forge_train.base import files
 from forge_train.checkpoint import checkpoint, found
 from forge_train.checkpoint.seal import ALONE, check
@@ -194,21 +194,15 @@ def test_a_run_killed_while_it_rolls_back_is_the_uninterrupted_run(
     """A roll-back that begins is finished by the resume, wherever the process was killed."""
     asked: list[bool] = []
 
-    class Back(Plugin):
-        @hookimpl
-        def on_start(self, job: Any) -> None:
-            self.job = job
-
-        @hookimpl
-        def on_step(self, step: Any) -> None:
-            if step.step == 5 and not asked:
-                asked.append(True)
-                self.job.control.roll_back("a spike", before=3, leave_out=[(12, 16)])
+    def back(control: Any) -> None:
+        if not asked:  # a resumed run asks anew
+            asked.append(True)
+            control.roll_back("a spike", before=3, leave_out=[(12, 16)])
 
     config = {"checkpoint.every": 1, "checkpoint.keep": 9}
 
     def run(name: str) -> Any:
-        return toys.run(tmp_path, Back, toys.Noise, name=name, steps=6, config=config)
+        return toys.run(tmp_path, toys.asks(5, back), toys.Noise, name=name, steps=6, config=config)
 
     wanted = run("whole")
     pruned = [(event["step"], event["path"]) for event in wanted.events if event["event"] == "checkpoint_pruned"]
