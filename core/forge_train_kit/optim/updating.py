@@ -10,7 +10,7 @@ import torch
 
 
 class UpdatingOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer whose subclass only says how it updates its parameters, in `update`."""
+    """An optimizer whose subclass implements `update`; `step` calls it after the closure, if there is one."""
 
     @abstractmethod
     def update(self) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
+from forge_train_kit.optim import UpdatingOptimizer
 
-class SignDescent(torch.optim.Optimizer):
+
+class SignDescent(UpdatingOptimizer):
     """m ← β m + (1 − β) g;  θ ← θ − lr sign(m)."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], *, lr: float, momentum: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        loss = None if closure is None else closure()
+    def update(self) -> None:
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
@@ -26,4 +25,3 @@ class SignDescent(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(weight)
                 state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
                 weight.add_(state["momentum"].sign(), alpha=-group["lr"])
-        return loss
