@@ -22,7 +22,7 @@ from forge_train.plugin.plugin import PROJECT
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train_kit.facts import Fact, stated
-from forge_train_kit.source import summary
+from forge_train_kit.source import Source
 from forge_train_kit.tracking import Tracker
 from forge_train_tools.configuration.comments import describe_type, field_docs
 from forge_train_tools.configuration.facts import GROUP
@@ -98,7 +98,7 @@ def facts() -> str:
 
 def plugins() -> str:
     rows = ["| plugin | what it is |", "|---|---|"]
-    rows += [f"| [`{found.name}`]({found.name}.md) | {summary(found)} |" for found in builtin()]
+    rows += [f"| [`{found.name}`]({found.name}.md) | {Source(found).summary} |" for found in builtin()]
     return "\n".join(rows)
 
 
@@ -119,9 +119,8 @@ def trackers() -> str:
     for found in builtin():
         if issubclass(plugin := load(found), Tracker):
             needs = ", ".join(f"`{command}`" for command in dict.fromkeys(plugin.needs.values()))
-            rows.append(
-                f"| [`{found.name}`](../plugins/{found.name}.md) | {summary(found)} | {needs or 'comes with Forge'} |"
-            )
+            row = f"[`{found.name}`](../plugins/{found.name}.md)", Source(found).summary, needs or "comes with Forge"
+            rows.append(f"| {' | '.join(row)} |")
     return "\n".join(rows)
 
 

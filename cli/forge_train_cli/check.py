@@ -12,7 +12,7 @@ import click
 from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
 from forge_train.registry.discovery import discover
-from forge_train_kit.source import summary
+from forge_train_kit.source import Source
 
 from . import screen
 from .new import PLACEHOLDER
@@ -74,8 +74,8 @@ def _written(report: Report) -> Report:
     """The report, with a failure if the plugin's docstring is still the scaffold's."""
     from forge_train_tools.testing import Check
 
-    if summary(report.ref).startswith(PLACEHOLDER):
-        why = f"its docstring is still {summary(report.ref)!r}: say what the plugin does"
+    if (summary := Source(report.ref).summary).startswith(PLACEHOLDER):
+        why = f"its docstring is still {summary!r}: say what the plugin does"
         report.checks.append(Check("its docstring is written", "fail", why))
     return report
 

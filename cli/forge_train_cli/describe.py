@@ -9,14 +9,14 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from forge_train.base.errors import ConfigError, PluginError
+from forge_train.base.errors import ConfigError
 from forge_train.config.validate import plain
 from forge_train.plugin.calls import implemented
 from forge_train.registry.declared import spec_modules
 from forge_train.registry.discovery import find, load
-from forge_train_kit.source import summary
+from forge_train_kit.source import Source
 from forge_train_tools.configuration.comments import describe_type, field_docs
-from forge_train_tools.configuration.inspection import check_section
+from forge_train_tools.configuration.inspection import section_problem
 from forge_train_tools.hook_table import declarations
 
 from . import screen
@@ -27,10 +27,8 @@ def describe(name: str) -> dict[str, Any]:
     """Everything about a plugin, as JSON; imports the plugin."""
     found = find(name)
     plugin = load(found)
-    try:
-        check_section(plugin.Config)
-    except PluginError as error:
-        raise ConfigError(f"Plugin {found.label}: its Config is not a section: {error}.") from error
+    if problem := section_problem(found, plugin):
+        raise ConfigError(problem)
     kinds = {one.name: one.kind for module in spec_modules() for one in declarations(module).values()}
     return {
         "name": found.name,
@@ -38,7 +36,7 @@ def describe(name: str) -> dict[str, Any]:
         "version": found.version,
         "object": found.object,
         "file": str(found.file) if found.file else None,
-        "summary": summary(found),
+        "summary": Source(found).summary,
         "role": role(found),
         "description": inspect.cleandoc(plugin.__doc__ or "").partition("\n")[2].strip(),
         "api": list(plugin.api),

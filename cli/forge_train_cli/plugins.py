@@ -11,7 +11,7 @@ import click
 from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
 from forge_train.registry.discovery import DISTRIBUTION, discover
-from forge_train_kit.source import summary
+from forge_train_kit.source import Source
 
 from . import screen
 from .lazy import LazyGroup
@@ -43,7 +43,7 @@ def list_plugins(as_json: bool) -> None:
     found, brought = discover(), defaults()
     if as_json:
         keys = ("name", "distribution", "version", "object")
-        plain = [{**{key: getattr(one, key) for key in keys}, "summary": summary(one)} for one in found]
+        plain = [{**{key: getattr(one, key) for key in keys}, "summary": Source(one).summary} for one in found]
         more = [{"role": role(one), "default": brought.get(one.name, [])} for one in found]
         click.echo(dumps([{**one, **added} for one, added in zip(plain, more, strict=True)], indent=1))
         return
@@ -57,7 +57,7 @@ def list_plugins(as_json: bool) -> None:
         for one in sorted(ones, key=lambda one: (one.distribution != DISTRIBUTION, one.name)):
             mark = "*" if one.name in brought else " "
             owner = "" if one.distribution == DISTRIBUTION else f"  ({one.distribution} {one.version})"
-            rows.append((f"{mark} {one.name}", summary(one) + owner))
+            rows.append((f"{mark} {one.name}", Source(one).summary + owner))
         screen.listing(rows, wide + 2)
     notes = (
         "* a default: it is enabled where its slot is needed and no other plugin fills it.",

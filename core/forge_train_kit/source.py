@@ -102,11 +102,6 @@ class Source:
         return dict(_literals(self.assigned("facts", name))).get(name)
 
 
-def summary(ref: PluginRef) -> str:
-    """See `Source.summary`."""
-    return Source(ref).summary
-
-
 def _literals(value: ast.expr | None) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a dictionary whose key and value are literals."""
     import ast

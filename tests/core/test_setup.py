@@ -17,7 +17,7 @@ from forge_train.base.names import canonical, snake
 from forge_train.contract.reference import PluginRef
 from forge_train.registry.discovery import discover, dotted, load
 from forge_train.registry.setup import Setup
-from forge_train_kit.source import summary
+from forge_train_kit.source import Source
 from forge_train_tools.configuration.presets import presets
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
@@ -318,7 +318,7 @@ def test_a_file_dropped_into_contrib_is_a_plugin(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(discovery, "CONTRIB", "contrib_here")
     found = {one.name: one for one in discovery.contributed()}
     assert sorted(found) == ["swish_glu", "two"]
-    assert summary(found["swish_glu"]) == "What it does."
+    assert Source(found["swish_glu"]).summary == "What it does."
     assert found["swish_glu"].file == package / "swish-glu.py"
     assert "contrib_here" not in sys.modules
     (package / "__init__.py").write_text("", encoding="utf-8")

@@ -18,7 +18,7 @@ from forge_train.config.sections import CORE_SECTIONS
 from forge_train.config.tree import Key
 from forge_train.plugin.job import Hooks
 from forge_train.registry.write import to_toml
-from forge_train_kit.source import summary
+from forge_train_kit.source import Source
 
 from .toml import index_lines
 
@@ -29,7 +29,7 @@ def commented(config: Config, hooks: Hooks) -> str:
     above: dict[Key, str] = {}
     beside: dict[Key, str] = {}
     for name, section in config.everything().items():
-        words = CORE_SECTIONS[name].__doc__ if name in CORE_SECTIONS else summary(hooks.enabled[name].ref)
+        words = CORE_SECTIONS[name].__doc__ if name in CORE_SECTIONS else Source(hooks.enabled[name].ref).summary
         beside[(name,)] = (words or "").strip().splitlines()[0]
         _describe((name,), type(section), above, beside)
     return _annotated(text, beside, above)
@@ -95,7 +95,7 @@ def _own_docs(section: type) -> dict[str, str]:
 
 def describe_type(section: type, key: str) -> str:
     """A field's type and range in a few words: `number > 0`, `fp32 | bf16`, `list of text`."""
-    return _words(typing.get_type_hints(section, include_extras=True)[key])
+    return _words(annotation_of(section, (key,)))
 
 
 def _words(hint: Any) -> str:

@@ -15,6 +15,7 @@ from forge_train.base.errors import PluginError, describe, nearest
 from forge_train.base.format import place
 from forge_train.config.schema import no_toml
 from forge_train.contract.attention import KernelCapabilities
+from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.plugin import MARK, Plugin
 from forge_train.plugin.specs import HookSpec
@@ -36,7 +37,8 @@ def inspector() -> Callable[[EnabledPlugin], list[str]]:
         if implemented(enabled.cls) or not found:
             found += unknown(enabled, specs)
         found += [*misfits(enabled, specs), *malformed(enabled, specs), *halved(enabled), *_constructor(enabled)]
-        return [*found, *_section(enabled), *facts.problems(enabled)]
+        found += filter(None, [section_problem(enabled.ref, enabled.cls)])
+        return [*found, *facts.problems(enabled)]
 
     return mistakes
 
@@ -173,13 +175,14 @@ def _nearest_first(name: str, valid: list[str]) -> str:
     return ", ".join(ranked)
 
 
-def _section(enabled: EnabledPlugin) -> list[str]:
+def section_problem(ref: PluginRef, cls: type[Plugin]) -> str:
+    """Return an error if a plugin's `Config` is not a section; else empty."""
     try:
-        check_section(enabled.cls.Config)
+        check_section(cls.Config)
     except Exception as error:  # whatever a stranger wrote there
         reason = str(error) if isinstance(error, PluginError) else describe(error)
-        return [f"Plugin {enabled.ref.label}: its Config is not a section: {reason}."]
-    return []
+        return f"Plugin {ref.label}: its Config is not a section: {reason}."
+    return ""
 
 
 _VALUES = (bool, int, float, str, type(None), Path, Any, tuple, list, dict, Mapping, Sequence)

@@ -16,7 +16,7 @@ from forge_train.mesh.tensors import held_bytes, state_of
 from forge_train.registry.discovery import discover
 from forge_train.step.meter import memory_gib
 from forge_train_kit.facts import SAVES
-from forge_train_kit.source import summary
+from forge_train_kit.source import Source
 
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
@@ -121,7 +121,7 @@ class Report:
         enabled = self._job.hooks.enabled
         for found in discover():
             if "activations" in SAVES.read(found) and found.name not in enabled:
-                yield f"--plugins {found.name}: {summary(found)}"
+                yield f"--plugins {found.name}: {Source(found).summary}"
 
     def _about_ranks(self, held: Held) -> Iterator[str]:
         """Spread over ranks what each of them holds."""
@@ -135,7 +135,7 @@ class Report:
         best = max(discover(), key=lambda found: held.share(set(_KEPT) & set(SAVES.read(found))))
         if set(_KEPT) & set(SAVES.read(best)):
             more = f" with several ranks{apart}" if world == 1 else ""
-            yield f"--plugins {best.name}{more}: {summary(best)}"
+            yield f"--plugins {best.name}{more}: {Source(best).summary}"
 
 
 def requested(error: BaseException) -> int | None:
