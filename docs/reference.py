@@ -20,6 +20,14 @@ GROUPS = {
     "Errors": "ForgeError ConfigError PluginError CommunicationError DivergedError Failure",
 }
 """Heading → names; what no heading names comes under the last one."""
+OF_A_JOB = {
+    "Config": "forge_train.config",
+    "Hooks": "forge_train.plugin.job",
+    "Run": "forge_train.run.run",
+    "DistributedContext": "forge_train.mesh.distributed",
+    "Control": "forge_train.run.control",
+}
+"""Classes of `Job`'s attributes, which `forge_train` does not export → modules for annotations."""
 REST = "Protocols of slots and chains"
 KIT = "layers heads losses sections facts specialisation model optim metrics pipeline tracking state_map hf weights"
 """Modules of `forge_train_kit` with names for plugin authors."""
@@ -38,6 +46,9 @@ def kernel() -> str:
     for heading, names in grouped.items():
         parts.append(f"## {heading}")
         parts += [entry(name, getattr(package, name)) for name in names]
+    parts += ["## Attributes of a job", "A plugin gets these from `job`; import their classes for annotations only."]
+    homes = {name: importlib.import_module(home) for name, home in OF_A_JOB.items()}
+    parts += [entry(f"{home.__name__}.{name}", getattr(home, name)) for name, home in homes.items()]
     return "\n\n".join(parts)
 
 
@@ -47,8 +58,8 @@ def kit() -> str:
 
 
 def tools() -> str:
-    """Return what `forge_train_tools` exports."""
-    return _module("forge_train_tools")
+    """Return what `forge_train_tools` and its test kit export."""
+    return "\n\n".join(map(_module, ("forge_train_tools", "forge_train_tools.testing")))
 
 
 def _module(name: str) -> str:
@@ -75,8 +86,7 @@ def _members(cls: type) -> Iterator[str]:
         return
     docs = field_docs(cls)
     names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-    own = getattr(cls, "__annotations__", {})
-    names += [name for name in own if name not in names and not name.startswith("_")]
+    names = [name for name in dict.fromkeys([*names, *getattr(cls, "__annotations__", {})]) if name[0] != "_"]
     hints = {
         name: getattr(hint, "__forward_arg__", hint)  # as NamedTuple keeps them
         for base in reversed(cls.__mro__)

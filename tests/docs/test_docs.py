@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import inspect
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_train import Plugin
+from forge_train import Job, Plugin
 from forge_train.plugin.hookspecs import SPECS
 from forge_train.plugin.plugin import PROJECT
 from forge_train.registry.declared import Specs
@@ -129,6 +130,13 @@ def said() -> str:
 def test_a_message_in_troubleshooting_is_one_that_the_code_says(message: str, said: str) -> None:
     pieces = [re.escape(piece) for piece in re.split("…", message.strip("… "))]
     assert re.search(r"[^\n]*?\0[^\n]*?".join(pieces), said), "no string in the code reads like this"
+
+
+def test_the_reference_has_the_class_of_every_attribute_of_a_job() -> None:
+    page = (DOCS / "api" / "forge_train.md").read_text(encoding="utf-8")
+    named = {str(field.type) for field in dataclasses.fields(Job) if str(field.type).isidentifier()}
+    assert {"Config", "Control", "Hooks", "Run"} <= named
+    assert named <= {*re.findall(r"^### `(?:[\w.]+\.)?(\w+)`", page, re.MULTILINE)}
 
 
 def test_the_architecture_page_has_every_room_of_the_kernel() -> None:
