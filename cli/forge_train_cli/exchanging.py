@@ -141,31 +141,47 @@ def import_(
 @click.option(
     "--format", "layout", type=click.Choice(["hf", "dcp"]), default="hf", show_default=True, help="Layout of OUT."
 )
+@click.option("--adapter", is_flag=True, help="Write only what was added to the base, as a folder of PEFT.")
 @dtype_option
 @shard_option
 @nproc_option()
 @json_option
 def export(
-    path: Path, out: Path, layout: str, dtype: torch.dtype | None, shard_size: int, nproc: int | None, as_json: bool
+    path: Path,
+    out: Path,
+    layout: str,
+    adapter: bool,
+    dtype: torch.dtype | None,
+    shard_size: int,
+    nproc: int | None,
+    as_json: bool,
 ) -> None:
-    """Write the model of PATH to OUT: config.json, safetensors files, and the files of the run's tokenizer.
+    """Write the model of PATH to OUT: config.json, safetensors files, and the files of the run's tokenizer. Adapters
+    are merged into the weights, unless --adapter asks for them alone.
 
     With --format dcp, OUT gets the whole checkpoint, optimizer and all, as torch.distributed.checkpoint writes it.
     """
     if layout == "dcp":
         from forge_train_tools.offline.dcp import export_dcp
 
-        if dtype is not None or nproc is not None:
-            raise click.UsageError("--format dcp writes a checkpoint as it is: --dtype and --nproc don't apply.")
+        if dtype is not None or nproc is not None or adapter:
+            text = "--format dcp writes a checkpoint as it is: --adapter, --dtype and --nproc don't apply."
+            raise click.UsageError(text)
         _say(export_dcp(path, out), as_json)
         return
     from forge_train.checkpoint import checkpoint
     from forge_train.loop.run import is_run
     from forge_train.run.artifacts import Recorder
+    from forge_train_tools.offline.adapters import export_adapter
     from forge_train_tools.offline.huggingface import export_checkpoint
     from forge_train_tools.offline.opening import run_folder
 
-    done = export_checkpoint(path, out, dtype=dtype, shard_bytes=shard_size, nproc=nproc or 1)
+    if adapter and (dtype is not None or nproc is not None):
+        raise click.UsageError("--adapter writes the added parameters as they are: --dtype and --nproc don't apply.")
+    if adapter:
+        done = export_adapter(path, out)
+    else:
+        done = export_checkpoint(path, out, dtype=dtype, shard_bytes=shard_size, nproc=nproc or 1)
     if is_run(run := run_folder(checkpoint.resolve(path))):
         recorder = Recorder(run)
         for file in done.files:

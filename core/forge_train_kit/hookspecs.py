@@ -11,7 +11,7 @@ from forge_train.plugin.job import Job
 from forge_train.plugin.specs import hookspec
 
 from .heads import Classes, Head, HeadSpec, Tail, Trunk
-from .hf.model import HFModel
+from .hf.model import HFAdapter, HFModel
 from .layers import Attention, AttentionKernel, FeedForward, Layer
 from .losses import LossFunction
 from .state_map import StateMap
@@ -81,3 +81,9 @@ def export_hf(job: Job) -> HFModel | None:
 @hookspec("questions", asked=None)
 def merge_weights(job: Job) -> StateMap | None:
     """Return a map that adds this plugin's parameters to the weights they adapt, for an export; None without any."""
+
+
+@hookspec("questions", asked=None)
+def export_adapter(modules: Mapping[str, str], job: Job) -> HFAdapter | None:
+    """Return what this plugin added to a model as PEFT stores it. `modules`: the model's module → the one in Hugging
+    Face layout, for those whose weight is the same tensor there."""

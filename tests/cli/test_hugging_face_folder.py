@@ -160,3 +160,10 @@ def test_adapted_from_the_folder(forge: Forge, folder: Path, model: Path) -> Non
     assert all(name.endswith(("lora_A", "lora_B")) for name in names)
     forge("checkpoint", "export", "runs/r", "out")
     assert forge("generate", "out", "--prompt", "say 7", "--tokens", "4", "--temperature", "0", "--json").json["text"]
+    done = forge("checkpoint", "export", "runs/r", "adapter", "--adapter", "--json").json
+    assert done["files"] == ["adapter_model.safetensors"]
+    assert "It holds an adapter of PEFT, not a model" in forge("generate", "adapter", "--prompt", "say", fails=2).err
+    assert (
+        "--dtype and --nproc don't apply"
+        in forge("checkpoint", "export", "runs/r", "again", "--adapter", "--dtype", "bf16", fails=2).err
+    )

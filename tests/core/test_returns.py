@@ -170,6 +170,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (HFModel([]), "whose `map` is not a StateMap: found a list"),
     ],  # type: ignore[arg-type]
     "export_hf": [({"names": {}}, "found a dict")],
+    "export_adapter": [({}, "expected an HFAdapter or None, found a dict")],
     "merge_weights": [([], "expected a StateMap or None, found a list")],
     "initial_weights": [("weights.npz", "expected an InitialWeights or None, found 'weights.npz'")],
     "check_config": [
@@ -259,6 +260,7 @@ NOT_ASKED = {
     "import_hf",
     "export_hf",
     "merge_weights",
+    "export_adapter",
 }
 """Hooks that a toy run does not call."""
 

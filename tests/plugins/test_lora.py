@@ -17,8 +17,10 @@ from forge_train.checkpoint.checkpoint import shapes
 from forge_train.compose.compose import compose
 from forge_train.engine import train
 from forge_train.loop.initial import load_initial
+from forge_train_plugins.tuning._lora.peft import Factors
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.offline.adapters import export_adapter
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.hf_request import starting_from
 from forge_train_tools.offline.huggingface import export_checkpoint
@@ -120,32 +122,65 @@ def test_an_optimizer_that_reads_no_factors_is_refused(tmp_path: Path) -> None:
         run_forge(("lora",), {**FREE, "lora.lr_ratio": 3.0, "adamw.groups": groups}, folder=tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_an_export_is_merged(tmp_path: Path, dtype: str) -> None:
-    """Its logits are those of the run; the dtype is the base's."""
-    transformers = pytest.importorskip("transformers")
-    narrow = torch.bfloat16 if dtype == "bf16" else None
-    chat_model.write_model(tmp_path / "hf")
-    imported = import_checkpoint(tmp_path / "hf", tmp_path / "base", dtype=narrow).path
-    (tmp_path / "text.txt").write_text("say one two three\n" * 200)
+def trained(folder: Path, *settings: str, dtype: torch.dtype | None = None) -> Path:
+    """A run of some steps on adapters of an imported model, `folder/hf`."""
+    chat_model.write_model(folder / "hf")
+    imported = import_checkpoint(folder / "hf", folder / "base", dtype=dtype).path
+    (folder / "text.txt").write_text("say one two three\n" * 200)
     short = ("train.steps=3", "train.global_batch=2", "train.sequence=16", "train.evaluate_every=0")
     request = Request(
         config=str(imported / "config.toml"),
         plugins=("lora",),
         without=("console", "tensorboard"),
-        set=(*short, "adamw.lr=0.05", "run.device=cpu", f"text.path={tmp_path / 'text.txt'}"),
+        set=(*short, "adamw.lr=0.05", "run.device=cpu", f"text.path={folder / 'text.txt'}", *settings),
     )
-    run = train(resolve(request), run_dir=tmp_path / "runs").run
+    return train(resolve(request), run_dir=folder / "runs").run
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_export_is_merged(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    """Its logits are those of the run; the dtype is the base's."""
+    transformers = pytest.importorskip("transformers")
+    run = trained(tmp_path, dtype=dtype)
     export_checkpoint(run, tmp_path / "out")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert merged.dtype is (narrow or torch.float32)
+    assert merged.dtype is (dtype or torch.float32)
     opened = open_model(run, text=False)
     ids = torch.arange(32).view(2, 16)
     with torch.no_grad():
         ours, theirs = logits(opened.model, ids), merged.float()(ids).logits
         before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(ids).logits
     assert (ours - before).abs().max() > 0.1
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 if narrow is None else 0.05)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 if dtype is None else 0.05)
+
+
+@pytest.mark.parametrize("linears", [(), ("*.q", "layers.1.*.down")])
+def test_peft_loads_the_adapter_alone(tmp_path: Path, linears: tuple[str, ...]) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    settings = ["lora.rank=4", "lora.groups=[{match = 'layers.1.*', rank = 2, alpha = 5.0}]", "lora.rslora=true"]
+    settings += [f"lora.modules={[*linears]}"] if linears else []
+    run = trained(tmp_path, *settings)
+    done = export_adapter(run, tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    loaded: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", autocast_adapter_dtype=False)
+    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "hf")
+    held = {name: one for name, one in loaded.named_parameters() if ".lora_" in name}
+    assert sum(one.numel() for one in held.values()) == done.parameters
+    ids = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loaded(ids).logits, logits(open_model(run, text=False).model, ids), rtol=0, atol=1e-6
+        )
+
+
+def test_an_adapter_of_fused_projections_has_no_place(tmp_path: Path, base: Path) -> None:
+    """By `export_adapter`, which is not told of them."""
+    step = Factors({}).trace({"up.lora_A": ((2, 4), torch.float32), "up.lora_B": ((4, 2), torch.float32)})
+    assert step.wrong == ["up: its weight has no tensor of its own in Hugging Face layout; export the merged model"]
+    with pytest.raises(
+        ConfigError, match=r"none of its plugins adapts a model \(export_adapter\); leave --adapter out"
+    ):
+        export_adapter(base, tmp_path / "out")
 
 
 def test_an_export_that_would_change_the_embedding_is_refused(base: Path, tmp_path: Path) -> None:

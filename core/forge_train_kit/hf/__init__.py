@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .model import HFModel
+from .model import HFAdapter, HFModel
 
-__all__ = ["HFModel"]
+__all__ = ["HFAdapter", "HFModel"]

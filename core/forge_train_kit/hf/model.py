@@ -35,3 +35,16 @@ class HFModel:
     def is_leftover(self, name: str) -> bool:
         """Return True if files may hold a tensor of this name that the model does not need."""
         return any(re.fullmatch(one, name) for one in self.leftovers)
+
+
+@dataclass(frozen=True, slots=True)
+class HFAdapter:
+    """An adapter as PEFT stores it (`export_adapter`).
+
+    Args:
+        map: from the run's parameters to the tensors of `adapter_model.safetensors`.
+        config: the `adapter_config.json`, without the name of the base.
+    """
+
+    map: StateMap
+    config: Mapping[str, Any]

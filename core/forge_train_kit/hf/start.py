@@ -17,6 +17,7 @@ from forge_train.plugin.job import Hooks, Job
 from .. import hookspecs
 from ..format import format_lines
 from ..state_map import Step, View
+from ..state_map.views import Stored
 from ..weights import fill, fill_views
 from . import fit
 from .folder import CONFIG, Folder, is_hugging_face
@@ -133,6 +134,18 @@ def merged(job: Job, stored: Mapping[str, View]) -> Mapping[str, View]:
             raise ConfigError(f"Plugin {name!r} can't merge its parameters into the weights:{format_lines(step.wrong)}")
         stored = {**{key: stored[key] for key in step.left}, **step.given}
     return stored
+
+
+def same_modules(layout: HFModel, stored: Mapping[str, View]) -> dict[str, str]:
+    """Module of the model → module in Hugging Face layout, for modules whose weight is the same tensor in both."""
+    step = Step(stored)
+    layout.map.inverse().apply(step)
+    end = ".weight"
+    return {
+        view.name.removesuffix(end): name.removesuffix(end)
+        for name, view in step.given.items()
+        if isinstance(view, Stored) and view.name.endswith(end) and name.endswith(end)
+    }
 
 
 def _described_by(job: Job, path: Path, layout: HFModel) -> tuple[str, str]:

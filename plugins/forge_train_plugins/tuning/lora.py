@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from forge_train import Job, Model
+    from forge_train_kit.hf import HFAdapter
     from forge_train_kit.state_map import StateMap
 
 ADDED = ("*.lora_A", "*.lora_B")
@@ -91,6 +92,12 @@ class LoRA(Plugin):
         from ._lora.merge import Merge
 
         return Merge(self.config)
+
+    @hookimpl
+    def export_adapter(self, modules: Mapping[str, str]) -> HFAdapter:
+        from ._lora.peft import adapter
+
+        return adapter(self.config, self._adapters.adapted, modules)
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:

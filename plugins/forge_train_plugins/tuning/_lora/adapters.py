@@ -31,7 +31,8 @@ class Adapters:
     def __init__(self, config: LoRA.Config, job: Job) -> None:
         self.config, self.job = config, job
         self._linears: list[str] = []
-        self._adapted: list[str] = []
+        self.adapted: list[str] = []
+        """Names of the linears on this rank that have an update."""
 
     def apply(self, part: nn.Module) -> Applied:
         """Freeze a part, and add updates to those of its linears that the section names.
@@ -43,9 +44,9 @@ class Adapters:
         found = linears(part)
         taken = [name for name in found if self._takes(name, part)]
         self._linears += found
-        self._adapted += taken
+        self.adapted += taken
         if self.job.dist.layout.pp == 1:
-            self._expect_matches(self._linears, self._adapted)
+            self._expect_matches(self._linears, self.adapted)
         for name in taken:
             self._adapt(name, found[name])
         added = tuple(f"{name}.{factor}" for name in taken for factor in ("lora_A", "lora_B"))
@@ -59,7 +60,7 @@ class Adapters:
             ConfigError: for a pattern that matches nothing, and for an optimizer without learning rates by parameter.
         """
         if self.job.dist.layout.pp > 1:
-            names = self.job.dist.gather_objects((self._linears, self._adapted))
+            names = self.job.dist.gather_objects((self._linears, self.adapted))
             self._expect_matches(*(itertools.chain(*one) for one in zip(*names, strict=True)))
         rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
         modules = [one for one in model.named_modules() if isinstance(one[1], LowRank)]

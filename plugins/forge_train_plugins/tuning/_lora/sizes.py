@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 def size(config: LoRA.Config, name: str) -> tuple[int, float]:
-    """Rank and scale of a linear's update.
+    """Rank and scale of a linear's update; raises as `chosen` does."""
+    rank, alpha = chosen(config, name)
+    return rank, alpha / (math.sqrt(rank) if config.rslora else rank)
+
+
+def chosen(config: LoRA.Config, name: str) -> tuple[int, float]:
+    """Rank and alpha of a linear's update.
 
     Raises:
         ConfigError: if two groups match the linear.
@@ -25,4 +31,4 @@ def size(config: LoRA.Config, name: str) -> tuple[int, float]:
     rank, alpha = config.rank, config.alpha
     for group in hits:
         rank, alpha = group.rank or rank, group.alpha or alpha
-    return rank, alpha / (math.sqrt(rank) if config.rslora else rank)
+    return rank, alpha

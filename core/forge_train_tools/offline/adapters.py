@@ -1,0 +1,68 @@
+"""Writes the adapter of a run as PEFT stores it. Plugins map what they added (`export_adapter`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from forge_train.base.errors import ConfigError
+from forge_train.base.files import write_json
+from forge_train.checkpoint import checkpoint
+from forge_train.loop.weights import base_of, compare_shapes, places
+from forge_train_kit import hookspecs
+from forge_train_kit.format import format_lines
+from forge_train_kit.hf.ranges import Weights
+from forge_train_kit.hf.start import exported, same_modules
+from forge_train_kit.state_map import Plan, Step
+
+from .hf_files import Exchanged, appearing
+from .opening import compose_meta, lone_job, setup_of
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def export_adapter(source: Path, target: Path) -> Exchanged:
+    """Write the adapter of a run (its newest whole checkpoint) or of a checkpoint as a folder of PEFT.
+
+    Args:
+        source: a run or a checkpoint.
+        target: a folder that does not exist yet or is empty.
+
+    Raises:
+        ConfigError: for a run without an adapter, one that the layout can't express, or a target in use.
+    """
+    source = checkpoint.resolve(source)
+    saved = checkpoint.read_state(source)
+    setup = setup_of(source, saved)
+    job = lone_job(setup, source, "cpu")
+    weights = compose_meta(job, text=False).state_dict()
+    layout = exported(job)
+    if layout is None:
+        raise ConfigError(f"{source}: none of its plugins knows the Hugging Face names of its model (export_hf).")
+    where = places(source, job.dist, setup.config.train.init_from)
+    compare_shapes(source, weights, job.dist, where)
+    stored = Weights({name: where[name] for name in weights})
+    arguments = {"modules": same_modules(layout, stored.views), "job": job}
+    adapter = job.hooks.only(hookspecs.export_adapter, arguments)
+    if adapter is None:
+        raise ConfigError(f"{source}: none of its plugins adapts a model (export_adapter); leave --adapter out.")
+    step = Step(stored.views)
+    adapter.map.apply(step)
+    if step.wrong:
+        raise ConfigError(f"{source}: its adapter can't be written:{format_lines(step.wrong)}")
+    plan = Plan(step.given)
+    tensors = {name: plan.read(name, stored.read).contiguous() for name in plan.targets}
+    with appearing(target) as part:
+        write_json(part / CONFIG, {"base_model_name_or_path": _folder_beneath(source), **adapter.config})
+        save_file(tensors, part / TENSORS, metadata={"format": "pt"})
+    return Exchanged(target, sum(one.numel() for one in tensors.values()), (TENSORS,))
+
+
+def _folder_beneath(path: Path) -> str:
+    """The Hugging Face folder that the base of a checkpoint was imported from; None becomes null in JSON."""
+    state = checkpoint.read_state(path)
+    while base := base_of(state):
+        state = checkpoint.read_state(Path(base.path))
+    found: str = state.get("imported", {}).get("from", "")
+    return found
