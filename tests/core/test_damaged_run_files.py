@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from forge_cli import forge
+from forge_train import ConfigError
+from forge_train.checkpoint.found import ROLL_BACK, noted_roll_back
 from tiny_models import trained
 
 pytestmark = [pytest.mark.unit]
@@ -54,6 +56,21 @@ def contents(file: Path) -> Iterator[bytes]:
     for at in kinds.values():
         for one in mutated(json.loads(lines[at])):
             yield b"".join([*lines[:at], json.dumps(one).encode() + b"\n", *lines[at + 1 :]])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"before": 2, "left_out": [[8, 12]], "elsewhere": 2, "until": 5}', "'until' is not known"),
+        ('{"before": 2, "left_out": [[8, 12, 13]], "elsewhere": 2}', "entry 0 of 'left_out' is a list of 3, not of 2"),
+        ('{"before": 2', "JSONDecodeError: "),
+    ],
+)
+def test_a_note_of_a_roll_back_that_is_not_forges(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / ROLL_BACK).write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"\.roll_back\.json: can't be read: {said}.*\.") as caught:
+        noted_roll_back(tmp_path)
+    assert isinstance(caught.value.__cause__, ValueError) == said.startswith("JSON")
 
 
 @pytest.mark.parametrize("name", [*FILES, *RECORDS])

@@ -12,15 +12,12 @@ import shutil
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from ..base.errors import ConfigError, describe
 from ..base.files import REPLACED, write_json, write_whole
-from ..base.strict_json import load_json
 from ..mesh.distributed import DistributedContext
-from ..run.run_files import COUNT, odd
+from ..run.run_files import load
 from ..store.manifest import NAME, way_out
-from .reading import PAIRS, unusable
+from .reading import unusable
 from .seal import ALONE, sync, verify
 
 log = logging.getLogger("forge_train")
@@ -29,7 +26,6 @@ LEFT_OUT = "left_out.json"
 """The file of a run that says what data its roll-backs left out: a checkpoint from before them can't."""
 ROLL_BACK = ".roll_back.json"
 """The file of a run that says what a roll-back removes. It is there before anything is, and until all of it is gone."""
-MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -133,9 +129,8 @@ def noted_roll_back(run: Path) -> RollBack | None:
     Raises:
         ConfigError: if what it notes is damaged.
     """
-    if not (file := run / ROLL_BACK).is_file():
+    if (noted := load(run / ROLL_BACK, links=False)) is None:
         return None
-    noted = _load(file, {"before": (COUNT, type(None)), "left_out": PAIRS, "elsewhere": COUNT})
     return RollBack(noted["before"], [(first, last) for first, last in noted["left_out"]], noted["elsewhere"])
 
 
@@ -184,8 +179,7 @@ def left_out(run: Path) -> list[tuple[int, int]]:
     Raises:
         ConfigError: if the record is damaged.
     """
-    file = run / LEFT_OUT
-    before = [(first, last) for first, last in _load(file, PAIRS)] if file.exists() else []
+    before = [(first, last) for first, last in load(run / LEFT_OUT, links=False) or ()]
     noted = noted_roll_back(run)
     return sorted({*before, *(noted.left_out if noted else ())})
 
@@ -194,13 +188,3 @@ def _note_left_out(run: Path, data: Iterable[tuple[int, int]]) -> None:
     if new := sorted({*left_out(run), *data}):
         write_json(run / LEFT_OUT, new)
         sync(run)
-
-
-def _load(file: Path, shape: Any) -> Any:
-    try:
-        problem = odd(noted := load_json(file, most=MOST_BYTES), shape)
-    except (OSError, ValueError) as error:
-        problem = describe(error).partition("\n")[0][:200]
-    if problem:
-        raise ConfigError(f"{file}: can't be read: {problem}. It says what roll-backs left out; put it back as it was.")
-    return noted

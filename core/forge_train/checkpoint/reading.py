@@ -15,14 +15,13 @@ from torch import Tensor
 from ..base.errors import ConfigError, PluginError
 from ..base.strict_json import load_json
 from ..mesh.distributed import DistributedContext
-from ..run.run_files import COUNT, odd
+from ..run.run_files import COUNT, PAIRS, odd
 from ..store import tensors
 from ..store.index import read_index
 from ..store.manifest import EDITABLE, FORMAT, LARGEST, STATE, other_format, way_out
 from ..store.placement import place
 from ..store.tree import MODEL, TENSOR, TUPLE, has_odd_tuple, join, named, naming_problem, without
 
-PAIRS = [[COUNT, COUNT]]
 _SHAPE = {
     **dict.fromkeys(("config?", "models?", "plugins?", "providers?", "optimizer?", "imported?"), dict),
     "step?": COUNT,

@@ -15,6 +15,8 @@ _LARGEST = 64 << 20
 COUNT = range(2**63)
 """The shape of a number of things."""
 NUMBER = (float, type(None))
+PAIRS = [[COUNT, COUNT]]
+"""The shape of ranges of data."""
 SHAPES: Mapping[str, Any] = {
     "plugins.json": [{"name": str, "version": str, "hash": str, "distribution?": str, "object?": str}],
     "environment.json": {"devices?": [str], "argv?": [str], "git?": ({"commit": str, "dirty": bool}, type(None))},
@@ -26,6 +28,8 @@ SHAPES: Mapping[str, Any] = {
         "code?": int,
         "error?": (dict, type(None)),
     },
+    "left_out.json": PAIRS,
+    ".roll_back.json": {"before": (COUNT, type(None)), "left_out": PAIRS, "elsewhere": COUNT, "*": ()},
 }
 """File → what it holds, as `odd` takes it."""
 
@@ -68,12 +72,12 @@ def odd(value: Any, shape: Any, name: str = "it") -> str:
         value: JSON.
         shape: a type; `COUNT`; a tuple of alternative shapes; a list with the shape of all entries, or with one shape
             for each of several; or a table with the shape of each key, where `key?` may be missing and `*` stands for
-            all other keys.
+            all other keys; an empty tuple is the shape of a key that must not be there.
         name: of the value, in the phrase.
     """
     if isinstance(shape, tuple):
         problems = [odd(value, one, name) for one in shape]
-        return "" if "" in problems else problems[0]
+        return "" if "" in problems else next(iter(problems), f"{name} is not known")
     if isinstance(shape, range):
         return "" if type(value) is int and value in shape else f"{name} is {str(value)[:40]!r}, which is no count"
     kinds: Any = list if isinstance(shape, list) else dict if isinstance(shape, Mapping) else shape
@@ -99,7 +103,8 @@ def _odd_entries(table: Mapping[str, Any], shape: Mapping[str, Any], name: str) 
         if (plain := key.removesuffix("?")) in table:
             yield odd(table[plain], one, f"{plain!r}{inside}")
         elif key == "*":
-            yield from (odd(value, one, f"{other[:100]!r}{inside}") for other, value in table.items())
+            others = [other for other in table if {other, f"{other}?"}.isdisjoint(shape)]
+            yield from (odd(table[other], one, f"{other[:100]!r}{inside}") for other in others)
         elif key == plain:
             yield f"{name} lacks {key!r}"
 
