@@ -57,6 +57,14 @@ def test_what_reaches_the_task_is_made_of_the_whole_sequence_and_cut_along_its_o
     assert not batch.targets.keys() & batch.model_inputs().keys()
 
 
+def test_an_evaluation_counts_positions_and_not_the_values_of_their_labels(run_forge: RunForge) -> None:
+    plugins = [getattr(soft_targets, name.partition(":")[2]) for name in (*TASK, "soft_targets:Soften")]
+    config = {"train.evaluate_every": 1, "train.evaluate_batches": 1}
+    run = run_forge(plugins, config, steps=1)
+    (found,) = [event for event in run.events if event["event"] == "evaluation"]
+    assert found["tokens"] == run.job.config.train.tokens_per_step
+
+
 def test_a_tensor_that_does_not_lie_along_its_axes_is_refused(run_forge: RunForge) -> None:
     with pytest.raises(
         PluginError, match=r"hook prepare_batch .*'weights' is \[32, 5\], and its batch axis is said to"

@@ -122,7 +122,8 @@ class Forward:
             batches, counts = self.fetch(loader, size)
             for batch in batches:
                 total += self._evaluated(self.executor, batch)
-                labels += (batch.labels != MASKED).sum()
+                kept = batch.labels != MASKED
+                labels += (kept.flatten(2).any(-1) if kept.dim() > 2 else kept).sum()
             weight += counts.weight
         self.model.free_gathered()
         self.model.train()
