@@ -511,6 +511,20 @@ def test_only_an_error_can_be_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
+def test_no_error_explains_itself_or_what_it_has_caused(tmp_path: Path) -> None:
+    first, error = ForgeError("the first"), ForgeError("the second")
+    error.__cause__ = first
+    finished = Finished("failed", 1, None, 1, tmp_path, error=error)
+    for one in (error, first):
+        with pytest.raises(PluginError, match="itself led to the error that ended the run; pass a new error"):
+            finished.explain(one)
+    assert (finished.error, finished.explained, error.__cause__, first.__cause__) == (error, False, first, None)
+    finished.explain(another := ForgeError("the third"))
+    finished.explain(another)  # the first stands
+    assert another.__cause__ is error
+
+
+@pytest.mark.unit
 def test_what_fails_while_a_failure_is_recorded_does_not_hide_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,7 +58,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int = 0) -> Failure:
         """Build it from what is known about an exception."""
-        known = (getattr(one, "where", Where()) for one in _causes(error))
+        known = (getattr(one, "where", Where()) for one in causes(error))
         where = next((one for one in known if one != Where()), Where())
         if not where.plugin and isinstance(error, PluginError) and (blamed := _BLAMED.search(str(error))):
             where = replace(where, plugin=blamed[1], hook=blamed[2] or "")
@@ -72,19 +72,19 @@ class Failure:
 
 def phase_of(error: BaseException) -> str:
     """The phase of a run that an error comes from: where its first cause was raised."""
-    causes = list(_causes(error))
+    led = list(causes(error))
     torch = sys.modules.get("torch")
     if torch is not None:
         backward = torch.autograd.backward.__code__
-        frames = (frame for one in causes for frame, _ in traceback.walk_tb(one.__traceback__))
+        frames = (frame for one in led for frame, _ in traceback.walk_tb(one.__traceback__))
         if any(frame.f_code is backward for frame in frames):
             return "backward"
-    return next((one.phase for one in reversed(causes) if hasattr(one, "phase")), "start")
+    return next((one.phase for one in reversed(led) if hasattr(one, "phase")), "start")
 
 
 def kind(error: BaseException) -> FailureKind:
     """Classify an error: this rank's own, a timeout, or the loss of another rank."""
-    for one in _causes(error):
+    for one in causes(error):
         text = str(one)
         if isinstance(one, RuntimeError) and _TIMEOUT.search(text):
             return "timeout"
@@ -94,7 +94,7 @@ def kind(error: BaseException) -> FailureKind:
 
 
 def _type(error: BaseException, phase: str, plugin: str) -> FailureType:
-    for one in _causes(error):
+    for one in causes(error):
         if isinstance(one, ForgeError) and one.type != "internal":
             return one.type
         if isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError":
@@ -108,7 +108,8 @@ def _type(error: BaseException, phase: str, plugin: str) -> FailureType:
     return "checkpoint" if phase in ("save", "load") else "internal"
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from."""
     one: BaseException | None = error
     while one is not None:
         yield one

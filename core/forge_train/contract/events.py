@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import ForgeError, PluginError
+from ..base.failure import causes
 from ..run.records import METRICS
 from .metric import Bins
 
@@ -187,10 +188,12 @@ class Finished:
         """Have an error shown in place of the one that ended the run. The first explanation stands.
 
         Raises:
-            PluginError: if no error ended the run.
+            PluginError: if no error ended the run, or if this is one of the errors that led to its end.
         """
         if self.error is None:
             raise PluginError(f"the run is {self.outcome}; only an error can be explained.")
         if not self.explained:
+            if error in causes(self.error):
+                raise PluginError("the explanation itself led to the error that ended the run; pass a new error.")
             error.__cause__ = self.error  # which knows the phase and the plugin that it was raised in
             self.error, self.reason, self.code, self.explained = error, str(error), error.code, True
