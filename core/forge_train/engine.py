@@ -27,7 +27,9 @@ from .loop.run import describe_run, is_kept, is_run, set_aside
 from .loop.saver import repair_finished
 from .loop.start import Start, changed_values, claim, unclaim
 from .loop.training import Training
+from .mesh.axes import CONFIGURED
 from .plugin.job import Job
+from .registry.axes import installed
 from .registry.setup import Setup
 from .registry.write import to_toml
 from .run.control import signals
@@ -148,8 +150,9 @@ def _check_shared(job: Job, start: Start, found: Path | None) -> None:
 
 def _tell_idle(job: Job, composition: Composition) -> None:
     """Warn of plugins of an axis that nobody made larger than 1."""
+    axes = {*CONFIGURED, *installed()}
     for name in composition.idle:
-        for axis in sorted(set(job.hooks.enabled[name].cls.provides) & set(job.dist.layout.axes())):
+        for axis in sorted(axes.intersection(job.hooks.enabled[name].cls.provides)):
             if job.config.origin(("parallel", axis)) is DEFAULT:
                 key = f"parallel.{axis}"
                 log.warning("Plugin %r does nothing here: %s is 1; set it, as in -s %s=2.", name, key, key)

@@ -15,7 +15,7 @@ import pytest
 
 import forge_cli
 import toys
-from forge_train import Axis, ConfigError, section
+from forge_train import Axis, ConfigError, Plugin, hookimpl, section
 from forge_train.compose.coverage import check_coverage
 from forge_train.config.sections import ParallelSection, parallel_section
 from forge_train.mesh.layout import Layout
@@ -199,6 +199,21 @@ def test_nobody_implements_it(site: Path, tmp_path: Path, monkeypatch: pytest.Mo
         check_coverage(job, [])
     says = "parallel.pods is 2, but no enabled plugin covers the axis 'pods'. Installed plugins that do: pods; enable"
     assert says in str(caught.value)
+
+
+def test_a_plugin_of_an_axis_that_the_configuration_does_not_name(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Rows(Plugin):
+        provides = ("pods",)
+
+        @hookimpl
+        def parallelize(self, job: object) -> None:
+            return None
+
+    monkeypatch.syspath_prepend(str(site))
+    toys.run(tmp_path, Rows, steps=1)
+    assert "Plugin 'rows' does nothing here: parallel.pods is 1; set it, as in -s parallel.pods=2." in caplog.text
 
 
 @pytest.mark.parametrize(
