@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 Domain = Literal["dense", "expert", "batch", "flat"]
@@ -73,6 +74,7 @@ class Table(dict[str, Axis]):
         """The axes of a domain, outermost first."""
         return tuple(axis.name for axis in self.values() if domain in axis.domains)
 
+    @cached_property
     def flattened(self) -> dict[str, tuple[str, ...]]:
         """Axes of the dense domain that are several others in one: parameters are sharded over `fsdp`, gradients
         averaged over `data` (by Forge's SHARD transforms over `dp_cp`), and a loss is added up over `loss`."""

@@ -141,7 +141,7 @@ class DistributedContext:
         if not axis:
             return self._own
         table = self.layout.table
-        return self.mesh("dense" if axis in table.flattened() else table[axis].domains[0], axis).get_group()
+        return self.mesh("dense" if axis in table.flattened else table[axis].domains[0], axis).get_group()
 
     def ranks_along(self, axis: str) -> list[int]:
         """The processes along a (flattened) axis, this one among them."""

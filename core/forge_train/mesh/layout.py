@@ -120,12 +120,12 @@ class Layout:
     @property
     def grad_average_size(self) -> int:
         """R: the ranks that gradients are averaged over."""
-        return math.prod(self.size(axis) for axis in self.table.flattened()["data"])
+        return math.prod(self.size(axis) for axis in self.table.flattened["data"])
 
     @property
     def shard_average_size(self) -> int:
         """The ranks of R that Forge's SHARD transforms average over; packages average along axes of their own."""
-        return math.prod(self.size(axis) for axis in self.table.flattened()["dp_cp"])
+        return math.prod(self.size(axis) for axis in self.table.flattened["dp_cp"])
 
     def domain(self, name: Domain) -> dict[str, int]:
         """Axis → size, outermost first."""

@@ -20,7 +20,7 @@ def build_meshes(layout: Layout, device: torch.device) -> dict[str, DeviceMesh]:
     dense = view("dense")
     meshes = {"flat": root, "dense": dense}
     made: dict[tuple[str, ...], DeviceMesh] = {}
-    for name, axes in layout.table.flattened().items():
+    for name, axes in layout.table.flattened.items():
         if axes not in made:  # one process group for `data` and `dp_cp` where they are the same ranks
             made[axes] = dense[axes]._flatten(name)
         meshes[f"dense.{name}"] = made[axes]

@@ -124,7 +124,7 @@ class Names:
         if context.layout.ep > 1:
             table = context.layout.table
             dense = table.domain("dense")
-            shared = {context.mesh("dense", axis).get_group().group_name for axis in (*dense, *table.flattened())}
+            shared = {context.mesh("dense", axis).get_group().group_name for axis in (*dense, *table.flattened)}
             for axis in (axis for axis in table.domain("expert") if axis not in dense):
                 name = context.mesh("expert", axis).get_group().group_name
                 if name not in shared:

@@ -37,7 +37,7 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
         names = [offender.name for offender in found]
         hint = size_hint(ratio, layout)
         if len(names) == len(layout.gradients):
-            flattened, size = layout.layout.table.flattened(), layout.layout.shard_average_size
+            flattened, size = layout.layout.table.flattened, layout.layout.shard_average_size
             added = [name for name in flattened["data"] if name not in flattened["dp_cp"]]
             others = "".join(
                 f", the transform that covers {name!r} over its {layout.layout.size(name)}" for name in added
