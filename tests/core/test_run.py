@@ -16,7 +16,7 @@ from forge_train.base.files import write_whole
 from forge_train.config import Config
 from forge_train.config.sections import RunSection
 from forge_train.loop.run import is_checkpoint, is_run
-from forge_train.loop.start import Start, begin
+from forge_train.loop.start import Start, begin, changed_values
 from forge_train.run.run import Run
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
@@ -349,3 +349,9 @@ def test_killed_while_it_puts_files_aside(tmp_path: Path, monkeypatch: pytest.Mo
     again = toys.run(tmp_path, name="a")
     assert [line["step"] for line in again.metrics] == [1, 2, 3, 4]
     assert lines in [file.read_bytes() for file in (tmp_path / "a").glob("attempt-*/metrics.jsonl")]
+
+
+def test_a_configuration_that_an_editor_of_windows_has_saved_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 4\n", encoding="utf-8-sig")
+    changed = changed_values(tmp_path / "config.toml", "[train]\nsteps = 5\n")
+    assert changed == ["train.steps: 4 then, 5 now"]

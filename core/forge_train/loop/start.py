@@ -189,7 +189,7 @@ def changed_values(file: Path, text: str) -> list[str]:
         ConfigError: if the file can't be read.
     """
     try:
-        before = tomllib.loads(file.read_text(encoding="utf-8"))
+        before = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # which editors of Windows write
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: can't read the run's configuration: {describe(error)}.") from error
     old, new = dict(_flat(before)), dict(_flat(tomllib.loads(text)))
