@@ -20,6 +20,7 @@ from run import Row, table
 from torch.profiler import profile
 
 from forge_train.compose.initialise import materialise
+from forge_train.plugin.job import Hooks
 from forge_train_kit.layers import Layer
 from forge_train_kit.model import RoPE
 from forge_train_plugins.attention.delta_net import DeltaNet
@@ -37,7 +38,8 @@ def layers(length: int) -> dict[str, Any]:
     """A layer of each kind, with weights."""
     job: Any = SimpleNamespace(device=torch.device("cpu"))
     kernel = SDPA(SDPA.Config()).attention_kernel(job)
-    job.hooks = SimpleNamespace(asked_of_kernel=[], call=lambda *_: kernel, provider=lambda slot: None)
+    job.hooks = Hooks([], {}, {})  # nobody fills the slot, and the kernel is given
+    job.hooks.call = lambda *_: kernel  # type: ignore[method-assign]
     layer = Layer(0, 1, DIM, HEADS, KV_HEADS, HEAD_DIM, 4 * DIM, rope=RoPE(HEAD_DIM, length=length + GENERATED))
     with torch.device("meta"):
         made = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from weakref import WeakKeyDictionary
 
 from forge_train.base.errors import ConfigError
 from forge_train.config import Config
@@ -14,6 +15,9 @@ from .hookspecs import attention_kernel, kernel_needs
 from .layers import AttentionKernel
 from .source import Source
 
+_ASKED: WeakKeyDictionary[Hooks, list[KernelCapabilities]] = WeakKeyDictionary()
+"""Needs that the layers of each run's model stated with `kernel_with`."""
+
 
 def kernel_with(needs: KernelCapabilities, job: Job) -> AttentionKernel:
     """Return the run's attention kernel, for a layer that needs more of it than plugins announce.
@@ -24,8 +28,13 @@ def kernel_with(needs: KernelCapabilities, job: Job) -> AttentionKernel:
     device = KernelCapabilities(devices=(job.device.type,))
     if lacking := [*_misfits(job.hooks, [("A layer asks for it.", needs), ("The run is on it.", device)])]:
         raise ConfigError("\n".join(lacking))
-    job.hooks.asked_of_kernel.append(needs)
+    _ASKED.setdefault(job.hooks, []).append(needs)
     return attention_kernel(job)
+
+
+def asked_by_layers(hooks: Hooks) -> list[KernelCapabilities]:
+    """Return what the layers of a run's model have asked for so far."""
+    return _ASKED.get(hooks, [])
 
 
 def needs_of(hooks: Hooks, config: Config) -> list[tuple[str, KernelCapabilities]]:

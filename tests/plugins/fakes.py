@@ -35,7 +35,6 @@ class Hooks:
         self._job, self._tokenizer = job, tokenizer
         self.gqa, self.sdpa, self.swiglu = make(GQA), make(SDPA), make(SwiGLU, activation=activation)
         self.cross_entropy, self.lm_head = make(CrossEntropy), make(LanguageModelHead)
-        self.asked_of_kernel: list[KernelCapabilities] = []
         self.enabled: dict[str, Any] = {}
         self.opened = False
 

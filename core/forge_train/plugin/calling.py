@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ..base.errors import ConfigError
-from ..contract.attention import KernelCapabilities
 from ..contract.reference import HookOrigin
 from .blame import note_plugin
 from .calls import Calls, EnabledPlugin, at_home, without
@@ -39,7 +38,6 @@ class Caller:
         self.unused: set[str] = set()  # plugins that turned out to have nothing to do; see `registry.unused`
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
         self.called: set[str] = set()
-        self.asked_of_kernel: list[KernelCapabilities] = []  # what attention modules need, said when they asked for it
         self.inside: list[str] = []  # spans that the run is in, outermost first, where there is an `around`
         self._calls = Calls.of(plugins, specs)
 

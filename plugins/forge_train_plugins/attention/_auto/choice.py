@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge_train import ConfigError, Job, KernelCapabilities
 from forge_train.registry.discovery import find, load
-from forge_train_kit.kernels import needs_of
+from forge_train_kit.kernels import asked_by_layers, needs_of
 from forge_train_kit.layers import AttentionKernel, AttentionOptions
 
 
@@ -55,7 +55,7 @@ class Choice:
         """
         job = self._job
         asked = [needs for _, needs in needs_of(job.hooks, job.config)]
-        self.needs = union([*asked, *job.hooks.asked_of_kernel])
+        self.needs = union([*asked, *asked_by_layers(job.hooks)])
         if found := [name for name, one in self._capabilities.items() if not [*one.lacks(self.needs)]]:
             return found
         reasons = [f"{name}: {', '.join(one.lacks(self.needs))}" for name, one in self._capabilities.items()]
