@@ -1,14 +1,17 @@
-"""Files that are there whole or not at all."""
+"""Files and folders: written whole or not at all, and read with care if anybody may have made them."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
+import stat
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError
-from .strict_json import dumps
+from .strict_json import dumps, parse_json
 
 
 def is_remote(address: str) -> bool:
@@ -18,6 +21,42 @@ def is_remote(address: str) -> bool:
 def plain(place: str) -> str:
     """A path as it is, also where it is written as `file:///x`."""
     return place.removeprefix("file://")
+
+
+def regular_size(file: Path, *, links: bool = False) -> int:
+    """Bytes of a file.
+
+    Args:
+        file: to look at.
+        links: whether it may be a link, as in a cache of downloads.
+
+    Raises:
+        OSError: if there is none, or it is something else: a link may lead anywhere, a pipe or a device never end.
+    """
+    found = file.stat() if links else file.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed: put the file itself there", str(file))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+    return found.st_size
+
+
+def load_json(file: Path, *, most: int, links: bool = False, unique: bool = False) -> Any:
+    """Load JSON from an untrusted file.
+
+    Args:
+        file: a regular file.
+        most: largest number of bytes to read.
+        links: see `regular_size`.
+        unique: see `parse_json`.
+
+    Raises:
+        OSError: if it can't be read, or is not a regular file.
+        ValueError: with the reason, if it is too large, or see `parse_json`.
+    """
+    if (size := regular_size(file, links=links)) > most:
+        raise ValueError(f"it has {size:,} bytes, and at most {most:,} are read")
+    return parse_json(file.read_text(encoding="utf-8"), unique=unique)
 
 
 def write_json(file: Path, value: object) -> None:

@@ -3,18 +3,15 @@
 `{"loss": nan, "curve": [1.0, inf]}` is written as
 `{"loss": null, "curve": [1.0, null], "not_finite": {"loss": "nan", "curve[1]": "inf"}}`; `loads` puts the numbers back.
 
-Of JSON that anybody may have written, `load_json` and `parse_json` read a bounded amount.
+Of JSON that anybody may have written, `parse_json` reads a bounded depth; `files.load_json` reads a bounded size.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import stat
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 NOT_FINITE = "not_finite"
@@ -100,42 +97,6 @@ def _steps(path: str) -> list[Any]:
 
 DEEPEST = 100
 """Lists and objects of JSON inside each other; who walks through them calls a function for each."""
-
-
-def regular_size(file: Path, *, links: bool = False) -> int:
-    """Bytes of a file.
-
-    Args:
-        file: to look at.
-        links: whether it may be a link, as in a cache of downloads.
-
-    Raises:
-        OSError: if there is none, or it is something else: a link may lead anywhere, a pipe or a device never end.
-    """
-    found = file.stat() if links else file.lstat()
-    if stat.S_ISLNK(found.st_mode):
-        raise OSError(errno.ELOOP, "it is a link, and links are not followed: put the file itself there", str(file))
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(file))
-    return found.st_size
-
-
-def load_json(file: Path, *, most: int, links: bool = False, unique: bool = False) -> Any:
-    """Load JSON from an untrusted file.
-
-    Args:
-        file: a regular file.
-        most: largest number of bytes to read.
-        links: see `regular_size`.
-        unique: see `parse_json`.
-
-    Raises:
-        OSError: if it can't be read, or is not a regular file.
-        ValueError: with the reason, if it is too large, or see `parse_json`.
-    """
-    if (size := regular_size(file, links=links)) > most:
-        raise ValueError(f"it has {size:,} bytes, and at most {most:,} are read")
-    return parse_json(file.read_text(encoding="utf-8"), unique=unique)
 
 
 def parse_json(text: str, *, unique: bool = False) -> Any:

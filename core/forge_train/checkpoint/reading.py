@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, PluginError
-from ..base.strict_json import load_json
+from ..base.files import load_json
 from ..mesh.distributed import DistributedContext
 from ..run.run_files import COUNT, PAIRS, odd
 from ..store import tensors

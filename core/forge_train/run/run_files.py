@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, describe
-from ..base.strict_json import load_json
+from ..base.files import load_json
 
 _LARGEST = 64 << 20
 """Bytes of a file that are read."""

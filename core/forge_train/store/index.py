@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.errors import ConfigError, describe
-from ..base.files import write_whole
-from ..base.strict_json import dumps, load_json, regular_size
+from ..base.files import load_json, regular_size, write_whole
+from ..base.strict_json import dumps
 from .manifest import INDEX, LARGEST, SHARDS
 from .shards import Box, size_of, sizes, tiling_problem
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.strict_json import load_json, regular_size
+from ..base.files import load_json, regular_size
 from . import digest
 
 MANIFEST = "manifest.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe
-from forge_train.base.strict_json import load_json
+from forge_train.base.files import load_json
 
 from .documents import Documents
 from .held_out import SIDES, Side

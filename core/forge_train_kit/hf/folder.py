@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError, describe
+from forge_train.base.files import load_json, regular_size
 from forge_train.base.format import format_list
-from forge_train.base.strict_json import load_json, parse_json, regular_size
+from forge_train.base.strict_json import parse_json
 from forge_train.checkpoint.not_a_model import advice
 from forge_train.loop.model_files import files
 from forge_train.store.consolidated import INDEX

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError, describe
-from forge_train.base.files import check_new
+from forge_train.base.files import check_new, load_json, regular_size
 from forge_train.base.format import format_list
-from forge_train.base.strict_json import load_json, regular_size
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.reading import state_problem
 from forge_train.checkpoint.seal import ALONE, weights_digest

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from forge_train.base.errors import ConfigError, describe
-from forge_train.base.strict_json import regular_size
+from forge_train.base.files import regular_size
 from forge_train.store.index import check_places, check_tensor
 from forge_train.store.manifest import DCP_INDEX, SHARDS
 from forge_train.store.shards import Box, size_of, sizes, tiling_problem

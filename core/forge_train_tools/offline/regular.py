@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge_train.base.strict_json import regular_size
+from forge_train.base.files import regular_size
 
 
 def check_regular(path: Path) -> None:
