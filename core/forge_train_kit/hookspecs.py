@@ -27,7 +27,7 @@ def feed_forward(layer: Layer, job: Job) -> Annotated[FeedForward, "nn.Module"] 
     """The channel mixer of one layer, or None to leave it to the default."""
 
 
-@hookspec("slot", optional=True, asked="composition", check="forge_train_kit.kernels")
+@hookspec("slot", optional=True, asked="composition", suits="forge_train_kit.kernels")
 def attention_kernel(job: Job) -> AttentionKernel:
     """The function that computes attention."""
     raise AssertionError

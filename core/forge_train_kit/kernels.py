@@ -55,7 +55,7 @@ def able(asked: Iterable[KernelCapabilities]) -> list[str]:
     )
 
 
-def check(hooks: Hooks, config: Config) -> Iterator[str]:
+def suits(hooks: Hooks, config: Config) -> Iterator[str]:
     """Yield a sentence for everything that plugins ask of the attention kernel and that it lacks."""
     return _misfits(hooks, needs_of(hooks, config))
 

@@ -92,7 +92,7 @@ def tells_apart(bench):
 TRIALS = {"score": [("tells texts apart", tells_apart)]}
 """
 CHECKS = """
-def check(hooks, config):
+def suits(hooks, config):
     if config.train.total_steps > 1:
         yield f"{hooks.provider('score')} scores one step only, and the run has {config.train.total_steps}."
 """
@@ -314,7 +314,7 @@ def test_a_slot_must_be_filled_where_its_declarer_is_enabled(tmp_path: Path, ins
 
 
 def test_who_declares_a_slot_checks_its_provider_at_setup(tmp_path: Path, install: Install) -> None:
-    install("judge", SPECS.replace('"slot",', '"slot", check="judge.checks",'))
+    install("judge", SPECS.replace('"slot",', '"slot", suits="judge.checks",'))
     toys.setup("judge", folder=tmp_path, config={"train.steps": 2})  # nobody fills the slot
     install("scorer")
     with pytest.raises(ConfigError, match=r"^length scores one step only, and the run has 2\.$"):
@@ -437,7 +437,7 @@ def test_a_spec_takes_plain_arguments(tmp_path: Path, install: Install, argument
             "says asked='step'; write one of 'composition', 'assembly', 'start', 'run', or None",
         ),
         ("event", {"gives": "scores"}, "is of the kind 'event', where 'gives' has no effect"),
-        ("event", {"check": "judge.checks"}, "is of the kind 'event', where 'check' has no effect"),
+        ("event", {"suits": "judge.checks"}, "is of the kind 'event', where 'suits' has no effect"),
         ("chain", {"required": True}, "is of the kind 'chain', where 'required' has no effect"),
         ("slot", {"used_later": True}, "is of the kind 'slot', where 'used_later' has no effect"),
         ("slot", {"optional": True, "required": True}, "is both optional and required; remove one"),

@@ -54,8 +54,8 @@ class HookSpec(Generic[P, R]):
     """Taken by a slot's provider from those of other slots, unless `Plugin.takes` overrides it."""
     checked: bool = False
     """True if the results of a returned object's methods are checked at every call, against its protocol."""
-    check: str = ""
-    """The module whose `check(hooks, config)` yields a sentence for each reason why a slot's provider does not suit a
+    suits: str = ""
+    """The module whose `suits(hooks, config)` yields a sentence for each reason why a slot's provider does not suit a
     run that is to train; called at setup, before anything slow is imported."""
     trials: str = ""
     """The module whose `TRIALS` tell `forge plugins check` what to try: hook → pairs of a name and a function."""
@@ -119,7 +119,7 @@ _KINDS: Mapping[str, tuple[HookKind, ...]] = {
     "gives": ("slot",),
     "takes": ("slot",),
     "checked": ("slot",),
-    "check": ("slot",),
+    "suits": ("slot",),
 }
 """Option → the kinds of hooks that it is for."""
 
@@ -144,7 +144,7 @@ class Options(TypedDict, total=False):
     gives: str
     takes: Mapping[str, tuple[str, ...]]
     checked: bool
-    check: str
+    suits: str
     trials: str
 
 

@@ -75,7 +75,7 @@ def make_setup(
     enabled = resolution.enable()
     _raise(resolution.mistakes, resolution.hints)
     sections = _sections(tree, enabled, resolution)
-    if not resolution.mistakes and _bring(tree, enabled, sections):
+    if not resolution.mistakes and _lay_implied(tree, enabled, sections):
         sections = _sections(tree, enabled, resolution)
     classes: dict[str, type] = dict(CORE_SECTIONS)
     try:
@@ -117,8 +117,8 @@ def make_setup(
 def _misfits(hooks: Hooks, config: Config) -> Iterator[str]:
     """Yield a sentence for each reason why the plugin of a slot does not suit the run, by the slot's declarer."""
     for slot, spec in hooks.specs.items():
-        if spec.check and hooks.provider(slot):
-            yield from import_module(spec.check).check(hooks, config)
+        if spec.suits and hooks.provider(slot):
+            yield from import_module(spec.suits).suits(hooks, config)
 
 
 def _counted(config: Config, hooks: Hooks) -> Config:
@@ -149,9 +149,9 @@ def _counted(config: Config, hooks: Hooks) -> Config:
     return rules.filled(config, steps=math.ceil(train.steps_of(train.sequences_of(epoch) * train.sequence)))
 
 
-def _bring(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -> bool:
-    """Lay what plugins bring beneath what was set; says whether they brought anything."""
-    brought = False
+def _lay_implied(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -> bool:
+    """Lay the values that plugins imply beneath those that were set; return True if there were any."""
+    found = False
     for plugin in enabled:
         try:
             values = plugin.cls.implied_values(sections[plugin.name])
@@ -166,8 +166,8 @@ def _bring(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -
                 continue  # of a plugin that is not enabled
             if tree.aliases.get(key, key) not in tree.values:
                 tree.put(key, Value(value, Origin("plugin", f"plugin {plugin.name}")))
-                brought = True
-    return brought
+                found = True
+    return found
 
 
 def instance(plugin: EnabledPlugin, section: Any) -> Plugin:
