@@ -1,4 +1,4 @@
-"""Writing complete configurations as TOML."""
+"""Writing resolved configurations as TOML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def to_toml(config: Config, hooks: Hooks) -> str:
-    """The resolved configuration, complete: `forge train` on it repeats the run. `run.name` is left out."""
+    """Write the resolved configuration: `forge train` on it repeats the run. `run.name` is left out, and values that
+    Forge filled in stand as they were written."""
     import tomlkit
 
     document = tomlkit.document()
