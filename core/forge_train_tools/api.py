@@ -21,8 +21,8 @@ from .run_folder import RunFolder
 
 if TYPE_CHECKING:
     from forge_train.mesh.layout import Device
-    from forge_train_tools.configuration.request import Request
 
+    from .configuration.request import Request
     from .offline.trained_model import TrainedModel
     from .planning import Plan
     from .verification import Verdict
@@ -68,8 +68,8 @@ def train(
     folder = Path(run_dir)
     with _working(progress=not quiet):
         from forge_train.registry.discovery import plugin_name
-        from forge_train_tools.configuration.setup import resolve
 
+        from .configuration.setup import resolve
         from .launching.world import here
 
         source = fetch(str(resume), folder)
@@ -121,9 +121,8 @@ def plan(
         ConfigError: for a composition that can't be.
     """
     with _working():
-        from forge_train_tools.configuration.setup import resolve
-
         from . import planning
+        from .configuration.setup import resolve
 
         setup = resolve(_complete(_request(config, set, plugins, without, model_from)), world=world, data=False)
         return planning.plan(setup, world=world, nodes=nodes, device=device)
@@ -198,7 +197,7 @@ def _request(
     model_from: str | Path,
     name: str = "",
 ) -> Request:
-    from forge_train_tools.configuration.request import Request
+    from .configuration.request import Request
 
     for key, names in (("plugins", plugins), ("without", without)):
         if isinstance(names, str):

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from forge_train.contract.events import CheckpointEvent, StepResult
 from forge_train.plugin import hookspecs
 from forge_train.plugin.plugin import Plugin, hookimpl
-from forge_train_tools.configuration.request import Request
 
+from .configuration.request import Request
+from .configuration.setup import resolve
 from .facts import DISPLAY
 
 if TYPE_CHECKING:
@@ -220,7 +221,6 @@ def measure(request: Request, *, turns: int = 8, probe: str = "") -> Measured:
         ForgeError: as `forge train` does.
     """
     from forge_train.engine import train
-    from forge_train_tools.configuration.setup import resolve
 
     own = (f"train.steps={LONG}", "train.evaluate_every=0", "checkpoint.every=0", "log.every=10")
     plugins = (*request.plugins, probe or f"{__name__}:Probe")

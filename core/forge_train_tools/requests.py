@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge_train.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forge_train_tools.configuration.request import Request
+    from .configuration.request import Request
 
 PRESET, RUN_DIR = "quickstart", "runs"
 LONGEST = 3600.0
@@ -78,8 +78,8 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
     if not (path.is_dir() or (path.is_file() and advice(path))):
         return request
     from forge_train_kit.hf.folder import Folder, is_hugging_face
-    from forge_train_tools.configuration.presets import presets
 
+    from .configuration.presets import presets
     from .offline.imported import imported
 
     if not is_hugging_face(path):

@@ -15,8 +15,8 @@ from typing import Any
 from forge_train import ConfigError
 from forge_train.base.files import is_remote
 from forge_train.base.format import format_list
-from forge_train_kit.stores.remote import filesystem, patiently
 
+from ..stores.remote import filesystem, patiently
 from .file import PACKED, File
 from .formats import kinds
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from forge_train import MASKED, ConfigError, Tokenizer
 from forge_train.base.errors import nearest
 from forge_train.base.format import format_list
-from forge_train_kit.data.encoders import OffsetEncoder
-from forge_train_kit.heads import Classes
 
+from ..heads import Classes
 from .documents import Documents, Int64
+from .encoders import OffsetEncoder
 from .fit import Long, fitted
 from .formats import utf8
 from .rows import PackedRows, Pieces

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from forge_train.contract.batch import TOKENS, Batch
-from forge_train_kit.losses import LABEL_WEIGHTS
 
+from ..losses import LABEL_WEIGHTS
 from .documents import Int64
 from .plugin import Prefetch
 from .reading import Reader, Reading

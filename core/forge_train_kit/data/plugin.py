@@ -15,8 +15,8 @@ from ..facts import WEIGHS_LABELS
 if TYPE_CHECKING:
     from forge_train import Finished, Job, Loader, Metric, Model
     from forge_train.config import Config as RunConfig
-    from forge_train_kit.metrics import Sum
 
+    from ..metrics import Sum
     from .documents import Documents
     from .held_out import Side
     from .stream import Stream
@@ -96,7 +96,7 @@ class DataPlugin(Plugin):
 
     @cached_property
     def _metric(self) -> Sum:
-        from forge_train_kit.metrics import Sum
+        from ..metrics import Sum
 
         return Sum()
 
@@ -128,7 +128,7 @@ def check_weights(documents: Documents, job: Job, key: str) -> None:
     """
     if not documents.weighted:
         return
-    from forge_train_kit import hookspecs
+    from .. import hookspecs
 
     found = f"{key}: messages have weights other than 0 and 1, and plugin"
     task, loss = job.hooks.provider("task"), job.hooks.provider("loss")

@@ -7,7 +7,8 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
-from forge_train_kit.stores.remote import filesystem, patiently
+
+from ..stores.remote import filesystem, patiently
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -20,9 +20,9 @@ from forge_train.checkpoint.not_a_model import advice
 from forge_train.loop.model_files import files
 from forge_train.store.consolidated import INDEX
 from forge_train.store.shards import whole
-from forge_train_kit.lfs import check_pointer
 
 from ..format import format_lines
+from ..lfs import check_pointer
 from ..state_map import Box
 
 CONFIG, SINGLE = "config.json", "model.safetensors"

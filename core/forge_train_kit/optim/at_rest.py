@@ -10,8 +10,8 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError
 from forge_train.mesh.tensors import local
-from forge_train_kit.sections import StateDtype, StateDtypes
 
+from ..sections import StateDtype, StateDtypes
 from .matrices import Box, full_box, stacked
 from .quantised import Codes, Rows, fits
 from .stochastic import places_of, rounded, rounded_at, shards

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from forge_train.contract.model import Model
     from forge_train.plugin.job import Job
-    from forge_train_kit.sections import ParameterGroup
+
+    from ..sections import ParameterGroup
 
 Settings = Callable[[str, "nn.Parameter"], Mapping[str, Any]]
 """Global name and parameter → its settings (`lr`, `weight_decay`, …), all of them hashable."""

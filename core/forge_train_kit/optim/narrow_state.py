@@ -11,8 +11,8 @@ from torch import Tensor
 
 from forge_train.base.errors import PluginError
 from forge_train.mesh.tensors import local
-from forge_train_kit.sections import StateDtypes
 
+from ..sections import StateDtypes
 from .at_rest import MASTER, AtRest, at_rest
 from .stochastic import rounded
 from .updating import UpdatingOptimizer

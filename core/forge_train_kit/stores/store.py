@@ -23,8 +23,8 @@ from forge_train.base.strict_json import parse_json
 from forge_train.checkpoint.found import is_kept
 from forge_train.checkpoint.seal import moved, sync, verify
 from forge_train.store.manifest import LARGEST, MANIFEST, NAME, Sealed, inspect, listed, way_out, wrong_size
-from forge_train_kit.new_folder import alone, claimed
 
+from ..new_folder import alone, claimed
 from .remote_folder import RemoteFolder
 
 log = logging.getLogger("forge_train")

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
-from forge_train_tools.configuration.request import Request, lay, tiling_axes
 
+from ..configuration.request import Request, lay, tiling_axes
 from .world import here
 
 DRIVERS = ("nvidia[0-9]*", "kfd", "dxg")

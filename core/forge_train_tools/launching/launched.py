@@ -22,9 +22,9 @@ from forge_train.base.disk import DiskError
 from forge_train.base.errors import ForgeError
 from forge_train.base.failure import Failure, kind
 from forge_train.mesh.world import FORGE_LAUNCHED, World
-from forge_train_tools.launching.ending import told
-from forge_train_tools.messages import explain
 
+from ..messages import explain
+from .ending import told
 from .launch import WorkerResult, leave
 
 PR_SET_PDEATHSIG = 1

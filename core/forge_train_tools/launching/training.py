@@ -20,9 +20,9 @@ from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup
 from forge_train.run import records
 from forge_train.run.run import Run
-from forge_train_tools.configuration.request import Request
-from forge_train_tools.configuration.setup import resolve
 
+from ..configuration.request import Request
+from ..configuration.setup import resolve
 from ..messages import show_progress, show_warnings
 from .launch import Ended, Restart, WorkerCommand, WorkerResult, launch
 

@@ -23,9 +23,9 @@ from forge_train_kit.hf.start import exported
 from forge_train_kit.state_map import Plan, StateMap
 from forge_train_kit.state_map.named import named
 from forge_train_kit.state_map.views import Stored
-from forge_train_tools.configuration.request import Request
-from forge_train_tools.configuration.setup import resolve
 
+from ..configuration.request import Request
+from ..configuration.setup import resolve
 from .hf_files import Exchanged, TensorFiles, appearing, common_dtype, described, in_order, put_beside, special_tokens
 from .hf_request import ANY, PRESET, bring
 from .opening import compose_meta, lone_job

@@ -43,10 +43,10 @@ from forge_train.store.shards import whole
 from forge_train.store.tensors import read_range
 from forge_train.store.tree import MODEL, join, naming_problem
 from forge_train_kit.new_folder import claimed
-from forge_train_tools.offline.regular import check_regular, copy_regular
 
 from .dcp_folder import Folder
 from .hf_files import Exchanged, appearing
+from .regular import check_regular, copy_regular
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex

@@ -36,14 +36,14 @@ from forge_train_kit.hf.start import new_head, noting
 from forge_train_kit.new_folder import claimed
 from forge_train_kit.state_map import Plan
 from forge_train_kit.state_map.views import Stored
-from forge_train_tools.configuration.comments import noted
-from forge_train_tools.configuration.request import Request, preset
-from forge_train_tools.configuration.setup import resolve
-from forge_train_tools.offline.initial import initial
 
+from ..configuration.comments import noted
+from ..configuration.request import Request, preset
+from ..configuration.setup import resolve
 from ..launching.launch import WorkerCommand, launch
 from .hf_files import Exchanged, check_range, comments_in, fill_full
 from .hf_request import PRESET, bring, data_key
+from .initial import initial
 from .opening import compose_meta, lone_job
 
 if TYPE_CHECKING:

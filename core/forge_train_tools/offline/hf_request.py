@@ -19,8 +19,9 @@ from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, Folder
 from forge_train_kit.hf.start import described
-from forge_train_tools.configuration.request import Request
-from forge_train_tools.configuration.setup import resolve
+
+from ..configuration.request import Request
+from ..configuration.setup import resolve
 
 log = logging.getLogger("forge_train")
 

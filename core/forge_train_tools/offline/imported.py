@@ -12,7 +12,8 @@ from forge_train.base.errors import ConfigError
 from forge_train.registry.discovery import discover, plugin_name
 from forge_train.store.manifest import EDITABLE
 from forge_train_kit.facts import ADDS
-from forge_train_tools.configuration.request import Request, lay
+
+from ..configuration.request import Request, lay
 
 FOLDER = "imported"
 """The folder of these checkpoints, next to the runs."""

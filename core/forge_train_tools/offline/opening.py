@@ -30,9 +30,9 @@ from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup
 from forge_train.run.run import Run
 from forge_train_kit.hf.folder import is_hugging_face
-from forge_train_tools.configuration.request import Request, added_axes, lay
-from forge_train_tools.configuration.setup import resolve
 
+from ..configuration.request import Request, added_axes, lay
+from ..configuration.setup import resolve
 from .hf_request import starting_from
 
 

@@ -33,9 +33,9 @@ from forge_train.run import records
 from forge_train.run.run import Run
 from forge_train.step.forward import close
 from forge_train.step.step import Progress, Stepper
-from forge_train_tools.configuration.request import Request, one_process
-from forge_train_tools.configuration.setup import resolve
 
+from ..configuration.request import Request, one_process
+from ..configuration.setup import resolve
 from .opening import Wanted, setup_of
 
 

@@ -13,9 +13,9 @@ from forge_train.plugin.calls import EnabledPlugin
 from forge_train.registry import axes
 from forge_train.registry.discovery import plugin_name
 from forge_train.registry.write import to_toml
-from forge_train_tools.configuration.request import Request
-from forge_train_tools.verification import Verdict
 
+from ..configuration.request import Request
+from ..verification import Verdict
 from .bench import Bench
 from .conformance import BrokenError, Check, SkippedError, attempt
 from .environment import LOCAL, really_installed

@@ -21,9 +21,9 @@ from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.plugin import API, Plugin
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import load
-from forge_train_tools.configuration.facts import Facts
-from forge_train_tools.configuration.inspection import halved, malformed, misfits, undecorated, unknown
 
+from ..configuration.facts import Facts
+from ..configuration.inspection import halved, malformed, misfits, undecorated, unknown
 from .conformance import BrokenError, DoubtError, SkippedError, Trial, require
 from .environment import LOCAL
 

@@ -24,9 +24,9 @@ from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup
 from forge_train.registry.write import to_toml
 from forge_train.store.tree import join, split
-from forge_train_tools.configuration.request import Request
-from forge_train_tools.configuration.setup import resolve
 
+from ..configuration.request import Request
+from ..configuration.setup import resolve
 from ..facts import EXAMPLE
 from .agreement import agree
 from .bench import Bench, Trial, Trials, same

@@ -20,9 +20,9 @@ from forge_train.plugin.plugin import Plugin
 from forge_train.registry.discovery import discover, find, is_name, load, plugin_name
 from forge_train.registry.setup import Setup
 from forge_train.run import records
-from forge_train_tools.configuration.request import Request
-from forge_train_tools.configuration.setup import resolve
 
+from ..configuration.request import Request
+from ..configuration.setup import resolve
 from ..process import unchanged
 from . import tiny
 from .environment import installed

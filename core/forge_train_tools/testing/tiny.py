@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from forge_train_tools.configuration import request
-from forge_train_tools.configuration.presets import base_preset, presets
-from forge_train_tools.configuration.toml import read
+from ..configuration import request
+from ..configuration.presets import base_preset, presets
+from ..configuration.toml import read
 
 PRESET = "tiny"
 VOCABULARY = 320

@@ -7,11 +7,11 @@ import shutil
 from typing import Any
 
 from forge_train.base.errors import ForgeError
-from forge_train_tools.configuration.request import Request
-from forge_train_tools.launching.causes import by_cause
-from forge_train_tools.launching.launch import Ended, WorkerResult
-from forge_train_tools.verification import Reference, Verdict, verify
 
+from ..configuration.request import Request
+from ..launching.causes import by_cause
+from ..launching.launch import Ended, WorkerResult
+from ..verification import Reference, Verdict, verify
 from .pool import Pool, PoolError
 
 
@@ -69,9 +69,9 @@ def take(**arguments: Any) -> dict[str, Any]:
     """Run one rank's work, and return how it ended."""
     from forge_train.base.failure import kind
     from forge_train.mesh.world import World
-    from forge_train_tools.messages import explain
-    from forge_train_tools.verification.record import worker
 
+    from ..messages import explain
+    from ..verification.record import worker
     from .joined import leave
 
     rank = World.here().rank

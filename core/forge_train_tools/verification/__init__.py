@@ -15,9 +15,9 @@ from forge_train.config import LENGTHS
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup
-from forge_train_tools.configuration.request import Request, lay, one_process
-from forge_train_tools.configuration.setup import resolve
 
+from ..configuration.request import Request, lay, one_process
+from ..configuration.setup import resolve
 from ..facts import ROUNDS
 from ..launching.launch import WorkerCommand, check_alone, launch
 from .verdict import Check, Offender, Verdict

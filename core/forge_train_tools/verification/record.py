@@ -15,9 +15,9 @@ from forge_train.loop.assembly import prepared
 from forge_train.mesh.world import World
 from forge_train.registry.setup import Setup
 from forge_train.run.run import Run
-from forge_train_tools.configuration.request import Request
-from forge_train_tools.configuration.setup import resolve
 
+from ..configuration.request import Request
+from ..configuration.setup import resolve
 from ..facts import ROUNDS
 from .recording import Recording
 from .routing import tie_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from forge_train import Plugin, hookimpl, section
-from forge_train_plugins.experts.hookspecs import TokenDispatch
+
+from .hookspecs import TokenDispatch
 
 if TYPE_CHECKING:
     from forge_train import Job

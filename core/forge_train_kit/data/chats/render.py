@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from forge_train import ConfigError
 from forge_train.contract.protocols import Tokenizer
-from forge_train_kit.data.encoders import OffsetEncoder
 
+from ..encoders import OffsetEncoder
 from ..shard import Learned
 from .literal import LiteralEncoder
 from .records import Conversation

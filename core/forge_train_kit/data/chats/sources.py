@@ -11,8 +11,8 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe, nearest
-from forge_train_kit.lfs import check_pointer
 
+from ...lfs import check_pointer
 from .template import Template
 
 _CHATML = """\

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from forge_train_kit.format import format_duration, format_unit
-
+from ...format import format_duration, format_unit
 from ..progress import Telling
 from .tasks import Task
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_train import ConfigError, Tokenizer
-from forge_train_kit.data.encoders import DocumentEncoder
+
+from ..encoders import DocumentEncoder
 
 if TYPE_CHECKING:
     from ..shard import Ids

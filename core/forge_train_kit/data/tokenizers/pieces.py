@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe
-from forge_train_kit.lfs import pointer
 
+from ...lfs import pointer
 from . import special
 
 SUFFIX = ".model"

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe
-from forge_train_kit.lfs import pointer
 
+from ...lfs import pointer
 from . import special
 from .converted import converted
 from .literals import Literals

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe
-from forge_train_kit.lfs import check_pointer
+
+from ...lfs import check_pointer
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken

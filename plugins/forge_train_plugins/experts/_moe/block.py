@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from forge_train import attach_loss
 from forge_train_kit.layers import Layer
 from forge_train_kit.model import Linear, TensorStyle, flops_per_token, record_choices
-from forge_train_plugins.experts.hookspecs import TokenDispatch, token_dispatch
 
+from ..hookspecs import TokenDispatch, token_dispatch
 from .experts import Experts, Gate, gate_of
 from .losses import balance, entropy, z_loss
 from .router import Choice, Router, Routing, kept, loads

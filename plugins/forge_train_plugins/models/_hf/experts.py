@@ -13,7 +13,8 @@ from forge_train import ConfigError
 from forge_train.base.format import format_list
 from forge_train.mesh.tensors import local
 from forge_train_kit.specialisation import Specialisation
-from forge_train_plugins.experts.hookspecs import token_dispatch
+
+from ...experts.hookspecs import token_dispatch
 
 if TYPE_CHECKING:
     from forge_train import Job
