@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console as Terminal
 
 from forge_train import CheckpointEvent, Evaluation, Finished, LogRecord
+from forge_train_kit.format import format_count
 from forge_train_plugins.models.decoder import Decoder
 from forge_train_plugins.observers._console.board import KEPT, Board, changed
 from forge_train_plugins.observers._console.lines import Lines
@@ -100,6 +101,17 @@ def test_the_parts_of_the_model_come_first(tmp_path: Path) -> None:
         *("decoder", "gqa", "swiglu", "sdpa", "lm_head"),
         *("text", "tokenizer", "next_token", "sequential", "adamw", "cosine", "cross_entropy"),
     ]
+
+
+def test_frozen_parameters_are_not_counted_as_trained(tmp_path: Path) -> None:
+    done = run_forge([], steps=1, folder=tmp_path)
+    count = sum(parameter.numel() for parameter in done.model.parameters())
+    assert f" · {format_count(count)} parameters · " in Board.of(done.job, done.model).size
+    first, *others = done.model.parameters()
+    for parameter in others:
+        parameter.requires_grad_(False)
+    size = Board.of(done.job, done.model).size
+    assert f" · {format_count(count)} parameters, {format_count(first.numel())} trained · " in size
 
 
 def test_names_with_brackets_are_no_markup() -> None:

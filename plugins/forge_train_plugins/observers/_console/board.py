@@ -112,12 +112,14 @@ class Board:
 def _size(job: Job, model: Model) -> str:
     train = job.config.train
     count = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    share = "" if trained == count else f", {format_count(trained)} trained"
     ranks = f" · {job.dist.world} process{'es' if job.dist.world > 1 else ''}"
     here = " on this rank" if job.dist.layout.pp > 1 else ""
     precision = "" if train.precision == "fp32" else f" · {train.precision}"
     growing = f"{train.batches[0] * train.sequence:,} to " if train.batch_warmup else ""
     return (
-        f"{_device(job)}{ranks}{precision} · {format_count(count)} parameters{here} · "
+        f"{_device(job)}{ranks}{precision} · {format_count(count)} parameters{share}{here} · "
         f"{format_length(train.epochs, job.steps)} of {growing}{train.tokens_per_step:,} tokens"
     )
 
