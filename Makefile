@@ -7,7 +7,7 @@ TORCH ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 TESTED := constraints/tested.txt
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --durations=40 --durations-min=5
 # The tested versions, but with the torch that is there.
 CONSTRAINTS := $(VENV)/.constraints.txt
 
