@@ -15,10 +15,6 @@ from forge_train.registry.declared import SpecModule, spec_modules
 from forge_train.registry.discovery import discover
 
 KERNEL = "forge_train"
-_SPEC = re.compile(
-    r"""^@(?:\w+\.)?hookspec\(\s*["'](\w+)["'](.*?)^def (\w+)\(.*?\)(?: -> [^\n]*)?:\s+(?:\"\"\"(.*?)(?:\n|\"\"\"))?""",
-    re.MULTILINE | re.DOTALL,
-)
 
 
 @dataclass(frozen=True)
@@ -32,11 +28,19 @@ class Declaration:
 
 
 def declarations(module: SpecModule) -> dict[str, Declaration]:
-    """The hooks of a module by name, read as text."""
-    return {
-        name: Declaration(name, kind, "optional=True" in options, (summary or "").strip())
-        for kind, options, name, summary in (found.groups() for found in _SPEC.finditer(module.text))
-    }
+    """The hooks of a module by name, read from its source."""
+    found = {}
+    for node in _Source(module.file, module.module).nodes:
+        if not isinstance(node, ast.FunctionDef) or node.name not in module.declares:
+            continue
+        for call in node.decorator_list:
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("hookspec"):
+                options = {one.arg: ast.unparse(one.value) for one in call.keywords}
+                kind = ast.unparse(call.args[0]) if call.args else options.get("kind", "")
+                summary = (ast.get_docstring(node) or "").partition("\n")[0]
+                optional = options.get("optional") == "True"
+                found[node.name] = Declaration(node.name, kind.strip("'"), optional, summary)
+    return found
 
 
 @dataclass(frozen=True)
