@@ -5,7 +5,7 @@ It also checks that the providers of several slots fit together: task and loss f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ..base.errors import ConfigError
@@ -155,25 +155,24 @@ class Caller:
         default = [name for name in self.implementers(chain) if name == self.defaults.get(chain)]
         others = [name for name in self.implementers(chain) if name not in default]
         index = getattr(value, "index", None)
-        which = f"{chain} for {thing} {value if index is None or callable(index) else index}"
+        which = f"{thing} {value if index is None or callable(index) else index}"
         answers = self._given(chain, arguments, others) or self._given(chain, arguments, default)
-        if claimed := self._one(answers, f"build {which}"):
+        if claimed := self._one(answers, lambda names: f"Plugins {names} both build {chain} for {which}"):
             self.used.add((chain, claimed[0]))
             return claimed[1]
-        if not spec.optional:
-            raise ConfigError(f"No enabled plugin builds {which}{spec.declared}; see `forge plugins list`.")
-        return None
+        if spec.optional:
+            return None
+        raise ConfigError(f"No enabled plugin builds {chain} for {which}{spec.declared}; see `forge plugins list`.")
 
     def _given(self, hook: str, arguments: Mapping[str, Any], names: list[str]) -> list[tuple[str, Any]]:
         """Return the answers of the named plugins, except None."""
         return [one for name in names for one in self._calls.collect(hook, arguments, only=name) if one[1] is not None]
 
-    def _one(self, answers: Sequence[tuple[str, _T]], does: str) -> tuple[str, _T] | None:
-        """Return the only answer with its plugin's name; refuse several by what their plugins do."""
+    def _one(self, answers: Sequence[tuple[str, _T]], refusal: Callable[[str], str]) -> tuple[str, _T] | None:
+        """Return the only answer with its plugin's name; `refusal` says of the names of several what is wrong."""
         if len(answers) > 1:
-            names = [name for name, _ in answers]
-            way_out = without(self.enabled[name] for name in names)
-            raise ConfigError(f"Plugins {' and '.join(map(repr, names))} both {does}; {way_out}.")
+            names = " and ".join(repr(name) for name, _ in answers)
+            raise ConfigError(f"{refusal(names)}; {without(self.enabled[name] for name, _ in answers)}.")
         return answers[0] if answers else None
 
     def only(self, spec: HookSpec[..., list[tuple[str, _T]]], arguments: Mapping[str, Any]) -> _T | None:
@@ -182,7 +181,7 @@ class Caller:
         Raises:
             ConfigError: if several plugins answer.
         """
-        given = self._one(self.call(spec, arguments), f"answer {spec.name}")
+        given = self._one(self.call(spec, arguments), lambda names: f"Plugins {names} both answer {spec.name}")
         return cast("_T", given[1]) if given else None
 
 

@@ -128,7 +128,8 @@ class Hooks(Caller):
         """
         answers = self._calls.collect("around", {"span": "evaluate", "job": self.job})
         telling = [(name, one) for name, one in answers if isinstance(one, EvaluatedWeights)]
-        given, kind = self._one(telling, "evaluate other weights than those trained"), kind_of(Mapping[str, float])
+        given = self._one(telling, lambda names: f"Plugins {names} both evaluate other weights than those trained")
+        kind = kind_of(Mapping[str, float])
         if given and (text := kind.problem(given[1].terms)):
             raise PluginError(f"{self.whose('around', given[0])}: `terms` must be {kind.words}, {text}.")
         return given
