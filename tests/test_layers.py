@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -414,3 +415,9 @@ def test_sees_the_name_of_an_axis() -> None:
 
 def test_no_package_takes_a_general_name() -> None:
     assert [folder for folder in FOLDERS.values() if (ROOT / folder / "__init__.py").exists()] == []
+
+
+def test_every_file_of_tests_has_a_name_of_its_own() -> None:
+    """Without packages, pytest can't import two files of one name."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
