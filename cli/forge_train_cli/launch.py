@@ -101,7 +101,7 @@ def slurm(
 
 def _arguments(request: Request, run_dir: str, name: str) -> Iterator[str]:
     """The arguments of `forge train` for a request; includes values of FORGE_SET, wherever the job is submitted."""
-    from forge_train_tools.configuration.request import assignments
+    from forge_train_tools.configuration.request import split_assignments
 
     if request.config:
         yield request.config
@@ -110,7 +110,7 @@ def _arguments(request: Request, run_dir: str, name: str) -> Iterator[str]:
     for option, names in (("--plugins", request.plugins), ("--without", request.without)):
         if names:
             yield from (option, ",".join(names))
-    for value in (*assignments(request.environment), *request.set):
+    for value in (*split_assignments(request.environment), *request.set):
         yield from ("--set", value)
     if run_dir != RUN_DIR:
         yield from ("--run-dir", run_dir)

@@ -16,7 +16,7 @@ from forge_train.base.errors import ConfigError
 
 from .messages import show_end, shown
 from .process import alone, unchanged
-from .requests import RUN_DIR, assignments, fetch, hugging_face, with_configuration
+from .requests import RUN_DIR, as_assignments, fetch, hugging_face, with_configuration
 from .run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _request(
         config=str(config),
         plugins=tuple(plugins),
         without=tuple(without),
-        set=tuple(assignments({**(values or {}), **own})),
+        set=tuple(as_assignments({**(values or {}), **own})),
         environment=os.environ.get("FORGE_SET", ""),
         model_from=str(model_from),
     )

@@ -19,7 +19,7 @@ LONGEST = 3600.0
 """Seconds that the other processes wait for the first one to fetch a checkpoint."""
 
 
-def assignments(values: Mapping[str, Any]) -> Iterator[str]:
+def as_assignments(values: Mapping[str, Any]) -> Iterator[str]:
     """Python values as `--set` takes them: `key=value`.
 
     Args:
@@ -30,7 +30,7 @@ def assignments(values: Mapping[str, Any]) -> Iterator[str]:
     """
     for key, value in values.items():
         if isinstance(value, Mapping) and "." not in key:
-            yield from assignments({f"{key}.{name}": inner for name, inner in value.items()})
+            yield from as_assignments({f"{key}.{name}": inner for name, inner in value.items()})
             continue
         text = str(value) if isinstance(value, (str, Path)) else _toml(key, value)
         if text != text.strip(" "):

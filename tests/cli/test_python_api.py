@@ -23,7 +23,7 @@ import forge_train_tools
 from forge_command import Forge
 from forge_train import ConfigError, DivergedError, ForgeError, Job, Plugin, StepResult, hookimpl
 from forge_train_tools import RunFolder, open_model, open_run, plan, train, verify
-from forge_train_tools.requests import assignments
+from forge_train_tools.requests import as_assignments
 from forge_train_tools.testing import installed
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -136,7 +136,7 @@ def test_forge_set_counts_as_on_the_command_line(monkeypatch: pytest.MonkeyPatch
 
 def test_values_are_what_the_command_line_takes() -> None:
     values = {"a": {"b": True, "c": 1e-3}, "d.e": [1, "x"], "f.g": {"h": (0.5, 2)}, "i.j": Path("x"), "k.l": ""}
-    assert list(assignments(values)) == [
+    assert list(as_assignments(values)) == [
         "a.b=true",
         "a.c=0.001",
         'd.e=[1, "x"]',

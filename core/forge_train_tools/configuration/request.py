@@ -93,7 +93,7 @@ def lay(request: Request) -> Tree:
     for key, value in leaves(request.sections):
         if value is not TABLE:
             tree.put(key, Value(value, Origin("file", request.sections_from)))
-    for assignment in assignments(request.environment):
+    for assignment in split_assignments(request.environment):
         _assign(tree, assignment, Origin("FORGE_SET"))
     for assignment in request.set:
         _assign(tree, assignment, Origin("--set", f"--set {brief(assignment)}"))
@@ -204,7 +204,7 @@ def _check_top(document: Document, origin: Origin) -> None:
             raise ConfigError(f"{at}: {key}: a preset can't build on another one.")
 
 
-def assignments(environment: str) -> Iterable[str]:
+def split_assignments(environment: str) -> Iterable[str]:
     """Each `key=value` of `FORGE_SET`."""
     return (part.strip() for part in environment.split(";") if part.strip())
 
