@@ -69,8 +69,8 @@ def _default(section: type, one: dataclasses.Field[Any]) -> Any:
         value = one.default_factory()
     else:
         value = None if one.default is dataclasses.MISSING else one.default
-    holder = dataclasses.make_dataclass("Holder", [("value", object, dataclasses.field(default=value))])
-    return plain(holder())["value"]
+    holder = dataclasses.make_dataclass("Holder", [("value", object)])
+    return plain(holder(value))["value"]
 
 
 def show(description: dict[str, Any]) -> None:

@@ -119,6 +119,8 @@ def test_info(forge: Forge) -> None:
     assert "decoder.rope.theta" in decoder
     assert "build_model (slot)" in decoder
     assert "list of 2: number ≥ 0 < 1" in forge("plugins", "info", "adamw").out
+    options = {option["key"]: option["default"] for option in forge("plugins", "info", "sft", "--json").json["options"]}
+    assert options["sft.rename"] == {}
 
 
 def test_info_of_a_dotted_plugin(forge: Forge, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
