@@ -35,13 +35,15 @@ CHEAPER = {"compile": {"compile.backend": "aot_eager"}}
 def of_a_head(name: str, folder: Path) -> dict[str, Any]:
     """Data for a head, or a head for the data."""
     texts = [f"say {number}" for number in range(400)]
-    if name in ("embed", "reward"):
+    if name in ("dpo", "embed", "reward"):
         pairs = [{"anchor": one, "positive": one, "prompt": one, "chosen": "yes", "rejected": "no"} for one in texts]
         (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
         kind = (
             {"text_pairs.kind": "embedding", "embed.group": 1} if name == "embed" else {"text_pairs.template": "plain"}
         )
         more = {"text_pairs.path": str(folder / "pairs.jsonl"), "text_pairs.cache": str(folder / "cache")}
+        if name == "dpo":
+            kind |= {"dpo.weights": str(run_forge([], steps=1, folder=folder / "base").run)}
         return {**more, **kind, "text_pairs.long": "right", "train.micro_batch": 4, "plugins": ["text_pairs"]}
     plugin = "classify" if name == "text_labels" else name
     words = [{"tokens": text.split(), "labels": [0, 1], "text": text, "label": 1} for text in texts]
@@ -68,7 +70,7 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
             "plugins": ["pair_task:Contrast"],
         }
         return {"text_pairs.path": str(folder / "pairs.jsonl"), **more}
-    if name in ("classify", "token_classify", "text_labels", "embed", "reward"):
+    if name in ("classify", "token_classify", "text_labels", "embed", "reward", "dpo"):
         return of_a_head(name, folder)
     if name in ("tokens", "mixture"):
         (folder / "text.txt").write_text("".join(f"line {number}\n" for number in range(4000)))

@@ -5,7 +5,8 @@ non-persistent buffers fills them in `reset_buffers()`: models are built on the 
 constructor computes are lost, and core calls both once memory is allocated.
 
 It also has what attention kernels share (which keys a query sees, documents' bounds, and exact attention in tiles for
-devices without a fused kernel), and what losses share (sums over chunks of a sequence, and one vector per sequence).
+devices without a fused kernel), and what losses share (sums over chunks of a sequence, and one vector or one
+log-probability per sequence).
 Techniques stay out of it. Importing it imports torch.
 """
 
@@ -21,7 +22,8 @@ from .chunks import sum_in_chunks
 from .declare import TensorStyle, depth_scaled, flops_per_token
 from .dropout import Dropout
 from .dtypes import dtype_borders
-from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_pooling
+from .log_probabilities import row_log_probabilities
+from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_pooling, sum_of_slices
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
 from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .samples import gather_samples
@@ -66,5 +68,7 @@ __all__ = [
     "pool",
     "prepare_pooling",
     "record_choices",
+    "row_log_probabilities",
     "sum_in_chunks",
+    "sum_of_slices",
 ]

@@ -60,10 +60,17 @@ def pool(values: Tensor, batch: Batch, job: Job) -> Tensor:
 
     Under context parallelism, every rank gets the vectors of whole sequences and propagates its part of the gradient.
     """
-    pooled = (values.float() * batch.targets[POOLING].unsqueeze(-1)).sum(1)
+    return sum_of_slices((values.float() * batch.targets[POOLING].unsqueeze(-1)).sum(1), job)
+
+
+def sum_of_slices(values: Tensor, job: Job) -> Tensor:
+    """The sum over the ranks that hold slices of the same rows under context parallelism; differentiable.
+
+    A gradient is the sum of the gradients from these ranks, each of which adds the same loss to the run's.
+    """
     if job.dist.layout.cp == 1:
-        return pooled
-    return cast(Tensor, _Sum.apply(pooled, job.dist.mesh("dense", "cp").get_group()))  # type: ignore[no-untyped-call]
+        return values
+    return cast(Tensor, _Sum.apply(values, job.dist.mesh("dense", "cp").get_group()))  # type: ignore[no-untyped-call]
 
 
 def gather_rows(rows: Tensor, job: Job) -> Tensor:

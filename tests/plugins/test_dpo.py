@@ -1,0 +1,253 @@
+"""Preference losses against the formulas of their papers, and what a run refuses, logs and learns."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fakes
+from forge_train import MASKED, Batch, ConfigError
+from forge_train_kit.metrics import Mean
+from forge_train_kit.model import Linear
+from forge_train_plugins.tasks._dpo import METRICS, AnswerPairs
+from forge_train_plugins.tasks.dpo import DPO
+from forge_train_tools.testing import RunForge, TinyRun
+
+pytestmark = [pytest.mark.unit]
+
+WORDS, DIM, LENGTHS = 19, 8, ((5, 3), (1, 4), (7, 7))
+"""Tokens of the chosen and the rejected answer of each pair."""
+
+
+class Reference:
+    """Another model of the same vocabulary."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(WORDS, 2 * DIM)
+        head: nn.Module = fakes.initialised(Linear(2 * DIM, WORDS))
+        self.parts = [nn.ModuleDict({"head": head}).requires_grad_(False).eval()]
+
+    def __call__(self, inputs: Tensor) -> Any:
+        return self.embedding(inputs)
+
+
+def case() -> tuple[nn.ModuleDict, Tensor, Batch]:
+    """Three pairs after a prompt of three tokens."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 10, DIM, generator=generator).requires_grad_()
+    inputs, labels = (torch.randint(0, WORDS, (6, 10), generator=generator) for _ in range(2))
+    for row, length in enumerate(length for pair in LENGTHS for length in pair):
+        labels[row, :3] = labels[row, 3 + length :] = MASKED
+    batch = Batch(inputs, labels, targets={"member": torch.tensor([0, 1, 0, 1, 0, 1])})
+    return nn.ModuleDict({"head": fakes.initialised(Linear(DIM, WORDS), 2)}), hidden, batch
+
+
+def answer_pairs(observed: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    compares = options.get("loss", "sigmoid") in ("sigmoid", "ipo")
+    dist = SimpleNamespace(layout=SimpleNamespace(cp=1))
+    job: Any = SimpleNamespace(models={"reference": Reference()} if compares else {}, dist=dist)
+    return AnswerPairs(job, DPO.Config(**options), lambda: observed)
+
+
+def answers(head: nn.Module, hidden: Tensor, labels: Tensor) -> list[tuple[Tensor, int]]:
+    """The log-probability of each row's answer in fp64, and its number of tokens."""
+    found = []
+    for states, row in zip(head.double()(hidden.double()), labels, strict=True):
+        terms = [states[at].log_softmax(-1)[token] for at, token in enumerate(row.tolist()) if token != MASKED]
+        found.append((torch.stack(terms).sum(), len(terms)))
+    return found
+
+
+def sigmoid(w: Tensor, r: Tensor, ref_w: Tensor, ref_r: Tensor, beta: float = 0.1, smoothing: float = 0.0) -> Tensor:
+    """arXiv:2305.18290, eq. 7; smoothed as if that share of the pairs were swapped (cDPO)."""
+    delta = beta * (w - ref_w) - beta * (r - ref_r)
+    p = 1 / (1 + torch.exp(-delta))
+    return -(1 - smoothing) * p.log() - smoothing * (1 - p).log()
+
+
+def ipo(w: Tensor, r: Tensor, ref_w: Tensor, ref_r: Tensor, tau: float) -> Tensor:
+    """arXiv:2310.12036, eq. 17."""
+    return ((w + ref_r - r - ref_w) - 1 / (2 * tau)) ** 2
+
+
+def simpo(w: Tensor, r: Tensor, beta: float, gamma: float) -> Tensor:
+    """arXiv:2405.14734, eq. 6, of log-probabilities divided by lengths."""
+    return -torch.log(1 / (1 + torch.exp(-(beta * w - beta * r - gamma))))
+
+
+def orpo(w: Tensor, r: Tensor, lam: float) -> Tensor:
+    """arXiv:2403.07691, eq. 6 and 7, of log-probabilities divided by lengths."""
+    odds = [one.exp() / (1 - one.exp()) for one in (w, r)]
+    return -w - lam * torch.log(1 / (1 + torch.exp(-torch.log(odds[0] / odds[1]))))
+
+
+NORMALISED = {"length_normalised": True}
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "sigmoid": ({"beta": 0.4}, lambda w, r, ref_w, ref_r: sigmoid(w, r, ref_w, ref_r, 0.4)),
+    "smoothed": ({"label_smoothing": 0.2}, lambda w, r, ref_w, ref_r: sigmoid(w, r, ref_w, ref_r, smoothing=0.2)),
+    "sigmoid per token": ({"beta": 2.0, **NORMALISED}, lambda w, r, ref_w, ref_r: sigmoid(w, r, ref_w, ref_r, 2.0)),
+    "ipo, sums": ({"loss": "ipo", "beta": 0.3}, lambda w, r, ref_w, ref_r: ipo(w, r, ref_w, ref_r, 0.3)),
+    "ipo": ({"loss": "ipo", "beta": 0.3, **NORMALISED}, lambda w, r, ref_w, ref_r: ipo(w, r, ref_w, ref_r, 0.3)),
+    "simpo": (
+        {"loss": "simpo", "beta": 2.5, "target_margin": 1.4, **NORMALISED},
+        lambda w, r, ref_w, ref_r: simpo(w, r, 2.5, 1.4),
+    ),
+    "orpo": ({"loss": "orpo", "beta": 0.2, **NORMALISED}, lambda w, r, ref_w, ref_r: orpo(w, r, 0.2)),
+}
+
+
+@pytest.mark.parametrize("chunk", [0, 6, 1000])
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_of_the_papers(name: str, chunk: int) -> None:
+    options, formula = CASES[name]
+    sft_weight = 0.7 if name in ("smoothed", "simpo") else 0.0
+    part, hidden, batch = case()
+    task = answer_pairs(**options, chunk=chunk, sft_weight=sft_weight)
+    loss = task.loss(part, hidden, batch)
+    found = torch.autograd.grad(loss, [hidden, *part.parameters()])
+    reference, expected = Reference(), torch.zeros((), dtype=torch.float64)
+    mine = answers(part["head"], hidden, batch.labels)
+    theirs = answers(reference.parts[0]["head"], reference(batch.inputs), batch.labels)
+    for at in (0, 2, 4):
+        rows = [*mine[at : at + 2], *theirs[at : at + 2]]
+        assert [count for _, count in rows[:2]] == [*LENGTHS[at // 2]]
+        expected = expected + formula(*(one / count if task.config.length_normalised else one for one, count in rows))
+        expected = expected - sft_weight * rows[0][0] / rows[0][1]
+    wanted = torch.autograd.grad(expected, [hidden, *part.parameters()])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-4, atol=1e-5)
+    assert task.weight(batch) == 3
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo"])
+def test_metrics_are_of_the_pairs_that_count(loss: str) -> None:
+    part, hidden, batch = case()
+    batch.targets["member"][2:4] = -1  # padding
+    metrics = {name: Mean() for name in METRICS}
+    task = answer_pairs(metrics, loss=loss, beta=0.5)
+    assert task.weight(batch) == 2
+    value = task.loss(part, hidden, batch).item()
+    reference = Reference()
+    mine = [one.item() for one, _ in answers(part["head"], hidden, batch.labels)]
+    theirs = [one.item() for one, _ in answers(reference.parts[0]["head"], reference(batch.inputs), batch.labels)]
+    relative = [0.5 * (a - (b if loss == "sigmoid" else 0)) for a, b in zip(mine, theirs, strict=True)]
+    margins = [relative[at] - relative[at + 1] for at in (0, 4)]
+    expected = {
+        "accuracy": sum(margin > 0 for margin in margins) / 2,
+        "margin": sum(margins) / 2,
+        "chosen_reward": (relative[0] + relative[4]) / 2,
+        "rejected_reward": (relative[1] + relative[5]) / 2,
+        "chosen_log_probability": (mine[0] + mine[4]) / 2,
+        "rejected_log_probability": (mine[1] + mine[5]) / 2,
+    }
+    assert {name: one.value(one.sums, one.maxima) for name, one in metrics.items()} == pytest.approx(expected, rel=1e-5)
+    assert value == pytest.approx(-sum(F.logsigmoid(torch.tensor(one)).item() for one in margins), rel=1e-5)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+SMALL = {"train.sequence": 48, "train.micro_batch": 2, "train.evaluate_every": 0}
+
+
+def pairs(folder: Path, count: int = 64) -> dict[str, Any]:
+    """Pairs whose chosen answer is `yes`, and settings that read them."""
+    records = [{"prompt": f"say {n}", "chosen": "yes", "rejected": f"no {n}"} for n in range(count)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    section = {"path": str(folder / "pairs.jsonl"), "cache": str(folder / "cache"), "template": "plain"}
+    return {"text_pairs": {**section, "held_out": 0.2}, **SMALL}
+
+
+def trained(run_forge: RunForge, folder: Path, **more: Any) -> TinyRun:
+    plugins = ["dpo", "text_pairs", *more.pop("plugins", ())]
+    options = {name: more.pop(name) for name in ("steps", "name", "stop_at") if name in more}
+    settings = {**pairs(folder), **{key.replace("__", "."): value for key, value in more.items()}}
+    return run_forge(plugins, settings, without=["text"], folder=folder / "runs", **options)
+
+
+@pytest.fixture
+def base(run_forge: RunForge, tmp_path: Path) -> str:
+    return str(run_forge([], {"train.sequence": 48, "decoder.vocabulary": 320}, steps=2, folder=tmp_path / "base").run)
+
+
+def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunForge, base: str, tmp_path: Path) -> None:
+    fast = {"adamw__lr": 1e-2, "train__init_from": base, "dpo__beta": 0.5}
+    run = trained(run_forge, tmp_path, steps=12, train__evaluate_every=12, checkpoint__every=6, **fast)
+    first, last = run.metrics[0], run.metrics[-1]
+    assert run.losses[0] == pytest.approx(math.log(2))
+    assert (first["dpo.margin"], first["dpo.chosen_reward"]) == (0, 0)
+    assert last["dpo.accuracy"] == 1
+    assert last["dpo.margin"] > 0.5
+    assert last["dpo.margin"] == pytest.approx(last["dpo.chosen_reward"] - last["dpo.rejected_reward"], rel=1e-4)
+    assert last["dpo.chosen_log_probability"] > first["dpo.chosen_log_probability"]
+    (evaluation,) = (event for event in run.events if event["event"] == "evaluation")
+    assert evaluation["metrics"]["dpo.accuracy"] == 1
+    assert evaluation["loss"] < math.log(2) / 1.2
+    trained(run_forge, tmp_path, steps=12, name="r", stop_at=6, **fast)
+    resumed = trained(run_forge, tmp_path, steps=12, name="r", **fast)
+    assert resumed.losses[6:] == run.losses[6:]
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, tmp_path: Path, loss: str) -> None:
+    run = trained(run_forge, tmp_path, steps=8, dpo__loss=loss, adamw__lr=1e-2)
+    assert not run.job.models
+    assert run.losses[-1] < run.losses[0]
+    assert run.metrics[-1]["dpo.accuracy"] == 1
+    config = run.job.config.sections["dpo"]
+    assert (config.beta, config.target_margin) == ((2.0, 1.0) if loss == "simpo" else (0.1, 0.0))
+    assert config.length_normalised
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"dpo\.weights: the run starts from random weights, which can't be its reference; name a model"),
+        ({"dpo__beta": 0}, r"dpo\.beta: .*greater than 0"),
+        ({"dpo__beta": -1.5}, r"dpo\.beta: .*greater than 0"),
+        ({"dpo__label_smoothing": 0.5}, r"dpo\.label_smoothing: .*less than 0\.5"),
+        ({"dpo__target_margin": 1}, r"dpo\.target_margin: has no effect with dpo\.loss = 'sigmoid'"),
+        ({"dpo__loss": "ipo", "dpo__label_smoothing": 0.1}, r"dpo\.label_smoothing: has no effect with .* 'ipo'"),
+        ({"dpo__loss": "orpo", "dpo__sft_weight": 0.1}, r"dpo\.sft_weight: has no effect with .* contains this term"),
+        ({"dpo__loss": "simpo", "dpo__weights": "x"}, r"dpo\.weights: has no effect with dpo\.loss = 'simpo'"),
+        ({"train__init_from": "BASE", "train__init_map": "m:M"}, r"train\.init_map: changes the model and not its ref"),
+        (
+            {"dpo__weights": "FOLDER"},
+            r"dpo\.weights: the reference is read .* Hugging Face folder; `forge train .*` or",
+        ),
+        (
+            {"parallel__pp": 2, "plugins": ("pp",)},
+            r"dpo\.loss: 'sigmoid' needs a reference, which a pipeline can't run",
+        ),
+        (
+            {"dpo__weights": "BASE", "dpo__reference": {"decoder": {"dim": 96}}},
+            r"extra model 'reference': .*holds another model",
+        ),
+    ],
+)
+def test_mistakes_are_told(
+    run_forge: RunForge, base: str, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    named = {"BASE": base, "FOLDER": str(tmp_path / "hf")}
+    settings = {key: named.get(value, value) if isinstance(value, str) else value for key, value in settings.items()}
+    with pytest.raises(ConfigError, match=message):
+        trained(run_forge, tmp_path, steps=1, **settings)
+
+
+def test_a_reference_of_another_vocabulary_is_refused(run_forge: RunForge, tmp_path: Path) -> None:
+    wide = {"decoder.vocabulary": 300, "train.sequence": 48}
+    other = str(run_forge([], wide, steps=1, folder=tmp_path / "other").run)
+    with pytest.raises(ConfigError, match=r"reference's vocabulary has 300 tokens, but the model's has 320; they must"):
+        trained(run_forge, tmp_path, steps=1, dpo__weights=other, dpo__reference={"decoder": {"vocabulary": 300}})
