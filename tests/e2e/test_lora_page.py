@@ -1,0 +1,61 @@
+"""The page “Fine-tune with LoRA on a laptop”, from its first command to its last line of Python."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import chat_model
+from forge_cli import forge
+
+pytest.importorskip("transformers")
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "lora.md"
+SMALL = "run.device=cpu;train.steps=100;train.global_batch=8;train.evaluate_batches=1;adamw.weight_decay=0"
+RATE = ("adamw.lr=2e-4", "adamw.lr=1e-2")
+"""The page's is for a model that can speak; what adapts random weights in seconds."""
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}[^\n]*\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def write_model(folder: Path) -> None:
+    """Random too, with a head that is large enough to choose words although it stays as it is."""
+    from transformers import AutoModelForCausalLM
+
+    chat_model.write_model(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data.mul_(10)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.e2e
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_model(tmp_path / "hf")
+    chat_model.write_chats(tmp_path / "chats.jsonl")
+    lines = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
+    commands = [shlex.split(line.replace(*RATE))[1:] for line in lines]
+    assert [words[0] for words in commands] == ["train", "generate", "checkpoint", "checkpoint"]
+    said = []
+    for words in commands:
+        ended = forge(*words, environment={"FORGE_SET": SMALL})
+        assert ended.code == 0, ended.err
+        said.append(ended.out)
+    assert said[1] == "three\n"
+    for folder in ("runs/tuned", "tuned-hf"):
+        asked = forge("generate", folder, "--chat", "--prompt", "say 7", "--temperature", "0")
+        assert asked.out == "seven\n", asked.err
+
+    (tmp_path / "lora.toml").write_text(blocks("toml")[0])
+    free = ("-s", "checkpoint.only=[]", "-s", "train.init_missing=[]")
+    planned = forge("plan", "lora.toml", "-s", "train.steps=3", "-s", "decoder.layers=2", *free, "--json")
+    assert planned.code == 0, planned.err
+    pytest.importorskip("peft")
+    capsys.readouterr()
+    exec(compile(blocks("python")[0], str(PAGE), "exec"), {})
+    assert capsys.readouterr().out.startswith("three")
