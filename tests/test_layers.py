@@ -299,6 +299,7 @@ WORDS = {
     "constant",
     "copies",
     "eager",
+    "freeze",
     "hf",
     "linear",
     "mfu",
