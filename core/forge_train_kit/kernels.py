@@ -23,10 +23,9 @@ def kernel_with(needs: KernelCapabilities, job: Job) -> AttentionKernel:
     """Return the run's attention kernel, for a layer that needs more of it than plugins announce.
 
     Raises:
-        ConfigError: if it lacks something of `needs`, or does not run on this device; names the kernels that do.
+        ConfigError: if it lacks something of `needs`; names the kernels that have it.
     """
-    device = KernelCapabilities(devices=(job.device.type,))
-    if lacking := [*_misfits(job.hooks, [("A layer asks for it.", needs), ("The run is on it.", device)])]:
+    if lacking := [*_misfits(job.hooks, [("A layer asks for it.", needs)])]:
         raise ConfigError("\n".join(lacking))
     _ASKED.setdefault(job.hooks, []).append(needs)
     return attention_kernel(job)
@@ -45,13 +44,15 @@ def needs_of(hooks: Hooks, config: Config) -> list[tuple[str, KernelCapabilities
     return [(f"Plugin {name!r} asks for it.", needs) for name, needs in answers if name != idle]
 
 
-def able(asked: Iterable[KernelCapabilities]) -> list[str]:
-    """The installed kernels that can do all of this, by name."""
+def able(asked: Iterable[KernelCapabilities], device: str = "") -> list[str]:
+    """The installed kernels that can do all of this, by name; those that run on a type of device, if one is given."""
     wanted = list(asked)
+    kernels = [(found.name, source, source.kernel_capabilities) for found in discover() for source in [Source(found)]]
     return sorted(
-        found.name
-        for found in discover()
-        if (kernel := Source(found).kernel_capabilities) and not any(True for one in wanted for _ in kernel.lacks(one))
+        name
+        for name, source, kernel in kernels
+        if kernel and not any(True for one in wanted for _ in kernel.lacks(one))
+        if not device or device in (source.devices or (device,))
     )
 
 

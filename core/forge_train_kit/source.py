@@ -97,6 +97,17 @@ class Source:
         except (TypeError, ValueError):  # an unknown capability, or a value that is no literal
             return None
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The class's `devices`; empty where they are not written as literals."""
+        import ast
+
+        value = self.assigned("devices")
+        try:
+            return tuple(map(str, ast.literal_eval(value))) if value is not None else ()
+        except (TypeError, ValueError):
+            return ()
+
     def fact(self, name: str) -> Any:
         """A literal of the class's `facts`; None if it is not stated there."""
         return dict(_literals(self.assigned("facts", name))).get(name)

@@ -111,7 +111,8 @@ class Elsewhere(Plugin):
     """Runs on another kind of device."""
 
     api = (1, 0)
-    kernel_capabilities = KernelCapabilities(documents=True, devices=("cuda",))
+    devices = ("cuda",)
+    kernel_capabilities = KernelCapabilities(documents=True)
 
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:

@@ -183,7 +183,7 @@ def test_only_kernels_that_can_are_measured(run_forge: RunForge, clock: tuple[Ti
         (("auto",), r"auto\.kernels: 'auto' is not an attention kernel that auto can choose\."),
         (
             ("flash",),
-            r"auto\.kernels: none of them can do what the run needs\. Missing: flash: it does not support the device",
+            r"auto\.kernels: none of them can do what the run needs\. Missing: flash: it runs on cuda only",
         ),
     ],
 )

@@ -11,8 +11,8 @@ from torch import Tensor
 import fakes
 from forge_train import KernelCapabilities
 from forge_train.registry.discovery import discover, load
+from forge_train_kit.kernels import able
 from forge_train_kit.layers import AttentionOptions
-from forge_train_kit.source import Source
 
 pytestmark = [pytest.mark.unit]
 
@@ -30,8 +30,7 @@ SHAPE = {
 
 def kernels(**wanted: bool) -> list[str]:
     """The installed kernels that can, and run here."""
-    asked = KernelCapabilities(**wanted, devices=("cpu",))  # type: ignore[arg-type]
-    return [one.name for one in discover() if (able := Source(one).kernel_capabilities) and not [*able.lacks(asked)]]
+    return able([KernelCapabilities(**wanted)], "cpu")  # type: ignore[arg-type]
 
 
 def gemma2(implementation: str) -> Any:

@@ -32,8 +32,6 @@ class KernelCapabilities:
     """`query_document_ids`, and an `offset` beyond the keys: these are a block, of which a query may see nothing."""
     head_dims: tuple[int, ...] = ()
     """Features per head; as a capability, empty is any."""
-    devices: tuple[str, ...] = ()
-    """Types of device, like `cuda`; as a capability, empty is any."""
 
     def lacks(self, asked: KernelCapabilities) -> Iterator[str]:
         """Yield a phrase for each requested capability that is missing."""
@@ -56,5 +54,4 @@ _PHRASES = {
     "log_sum_exp": "the log-sum-exp",
     "blocks": "keys in blocks, of which a query may see none",
     "head_dims": "heads of {} features",
-    "devices": "the device {!r}",
 }

@@ -49,12 +49,7 @@ class Flash(Plugin):
 
     api = (1, 0)
     devices = ("cuda",)
-    kernel_capabilities = KernelCapabilities(
-        documents=True,
-        offsets=True,
-        windows=True,
-        devices=("cuda",),
-    )
+    kernel_capabilities = KernelCapabilities(documents=True, offsets=True, windows=True)
 
     @section
     class Config:

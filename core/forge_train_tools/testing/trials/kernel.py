@@ -115,7 +115,7 @@ def _dropping(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
 def agrees_with_its_formula(bench: Bench) -> str:
     """On every device that is here; in bf16 where the kernel refuses fp32."""
     able = bench.enabled.cls.kernel_capabilities
-    return "; ".join(_agrees(bench, able, device) for device in _devices(able))
+    return "; ".join(_agrees(bench, able, device) for device in _devices(bench))
 
 
 def _agrees(bench: Bench, able: KernelCapabilities, device: torch.device) -> str:
@@ -166,17 +166,18 @@ def _kernel(bench: Bench, device: torch.device) -> tuple[Any, torch.dtype]:
     raise SkippedError(str(refusal))
 
 
-def _devices(able: KernelCapabilities) -> list[torch.device]:
+def _devices(bench: Bench) -> list[torch.device]:
+    devices = bench.enabled.cls.devices
     here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if found := [torch.device(device) for device in able.devices or ("cpu", "cuda") if here.get(device)]:
+    if found := [torch.device(device) for device in devices or ("cpu", "cuda") if here.get(device)]:
         return found
-    raise SkippedError(f"it runs on {', '.join(able.devices)} only, and there is none here")
+    raise SkippedError(f"it runs on {', '.join(devices)} only, and there is none here")
 
 
 def refuses_what_it_does_not_declare(bench: Bench) -> str:
     """Options that a kernel ignores would give wrong attention without an error."""
     able = bench.enabled.cls.kernel_capabilities
-    device = _devices(able)[0]
+    device = _devices(bench)[0]
     kernel, dtype = _kernel(bench, device)
     shape = BATCH, SEQUENCE, HEADS, min(able.head_dims, default=8)
     query = torch.randn(shape, device=device, dtype=dtype)

@@ -32,11 +32,10 @@ class Choice:
         """The kernels that run on this device, in order of preference."""
         self.refused: dict[str, str] = {}
         self._capabilities: dict[str, KernelCapabilities] = {}
-        here = KernelCapabilities(devices=(job.device.type,))
         for name in names:
             cls = load(find(name))
-            if lacking := [*cls.kernel_capabilities.lacks(here)]:
-                self.refused[name] = f"it does not support {lacking[0]}"
+            if cls.devices and job.device.type not in cls.devices:
+                self.refused[name] = f"it runs on {', '.join(cls.devices)} only"
                 continue
             try:
                 kernel: Any = cls(cls.Config())

@@ -100,8 +100,8 @@ def _ways_out(job: Job, needs: KernelCapabilities | None) -> str:
     """
     found = ""
     if needs is not None:
-        wanted = replace(needs, documents=True, devices=(job.device.type,))
-        able = kernels.able([wanted, *(one for _, one in kernels.needs_of(job.hooks, job.config))])
+        wanted = [replace(needs, documents=True), *(one for _, one in kernels.needs_of(job.hooks, job.config))]
+        able = kernels.able(wanted, job.device.type)
         found = (
             f" Installed kernels that keep them apart: {', '.join(able)}; enable one with --plugins." if able else ""
         )
