@@ -404,8 +404,16 @@ def test_a_method_with_its_name_and_without_the_decorator(tmp_path: Path, instal
 
 def test_a_spec_without_job_or_of_no_kind(tmp_path: Path, install: Install) -> None:
     install("judge", SPECS.replace("verdict: float, job: Job", "verdict: float"))
-    assert "Hook 'on_verdict' (declared by judge 1.0" in (said := told(tmp_path, "judge"))
-    assert "must take `job`, by which it is called" in said
+    install("scorer")
+    assert "Hook 'on_verdict' (declared by judge 1.0" in (said := told(tmp_path, "judge", "length"))
+    assert "is called with other arguments than (verdict): too many positional arguments" in said
+
+    @hookspec("questions")
+    def asked(text: str) -> str | None: ...
+
+    with pytest.raises(PluginError, match=r"no argument `job`, so .* reaches no plugins; pass it to job\.hooks\.call"):
+        asked("a")
+    assert toys.setup(folder=tmp_path).hooks.call(asked, {"text": "a"}) == []
     with pytest.raises(PluginError, match="is of an unknown kind 'slots'; kinds are slot, chain, "):
         hookspec("slots")(lambda job: None)  # type: ignore[call-overload]
 

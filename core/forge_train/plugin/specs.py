@@ -104,7 +104,7 @@ class HookSpec(Generic[P, R]):
         if "job" not in self.arguments:
             raise PluginError(
                 f"Hook {self.name!r}{self.declared} has no argument `job`, so calling its spec reaches no plugins; "
-                f"use job.hooks.{self.name}(…)."
+                "pass it to job.hooks.call()."
             )
         bound.apply_defaults()
         result: R = bound.arguments["job"].hooks.call(self, bound.arguments)

@@ -70,9 +70,6 @@ class SpecModule:
         specs = specs_of(module)
         for spec in specs.values():
             spec.owner = "" if self.distribution == DISTRIBUTION else self.label
-        foreign = self.distribution != DISTRIBUTION
-        if strange := [spec for spec in specs.values() if foreign and "job" not in spec.arguments]:
-            raise ConfigError(f"Hook {strange[0].name!r}{strange[0].declared} must take `job`, by which it is called.")
         return specs
 
 
