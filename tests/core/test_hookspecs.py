@@ -465,7 +465,9 @@ def test_an_unknown_option_of_a_spec() -> None:
 def test_a_spec_of_the_kernels_without_a_job_is_not_called() -> None:
     from forge_train.plugin import hookspecs
 
-    with pytest.raises(PluginError, match=r"^Hook 'on_log' has no argument `job`.*; use job\.hooks\.on_log\(…\)\.$"):
+    with pytest.raises(
+        PluginError, match=r"^Hook 'on_log' has no argument `job`.*; pass it to job\.hooks\.call\(\)\.$"
+    ):
         hookspecs.on_log("record")  # type: ignore[arg-type]
 
 

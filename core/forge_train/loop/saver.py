@@ -19,6 +19,7 @@ from ..checkpoint.writing import commit, prune, repair, stage
 from ..contract.events import CheckpointEvent
 from ..contract.protocols import CheckpointCopies
 from ..mesh.distributed import DistributedContext
+from ..plugin import hookspecs
 from ..plugin.job import Job
 from ..store.save_plan import Copies
 from . import model_files
@@ -59,7 +60,7 @@ class Saver:
     def __init__(self, job: Job, policy: CheckpointPolicy) -> None:
         self._job, self._policy, self._config = job, policy, job.config.checkpoint
         self._stack = ExitStack()
-        self._around = job.hooks.span("save")
+        self._around = hookspecs.around("save", job)
         self._beside = self._stack.enter_context(job.dist.beside()) if self._config.asynchronous else None
         self._copies: Copies = {}
         self._plan: Any = None

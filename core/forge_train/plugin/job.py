@@ -16,8 +16,6 @@ from ..contract.protocols import (
     Evaluator,
     Loader,
     Schedule,
-    Span,
-    SpanName,
     Tokenizer,
 )
 from ..run.control import Control
@@ -96,9 +94,6 @@ class Hooks(Caller):
         """All preparations as one function, for what a loader gives in a step: by phase, then by plugin name."""
         answers: list[tuple[str, Preparation]] = self._each("prepare_batch", (PrepareBatch, PrepareStep))
         return preparing(self.whose("build_data"), answers, self._calls, self.job.dist)
-
-    def span(self, name: SpanName) -> Span:
-        return cast("Span", self._ask("around", span=name))
 
     def check_config(self, config: Config) -> list[Problem]:
         return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]

@@ -19,7 +19,8 @@ from forge_train.run.run import Run
 from forge_train.store.manifest import EDITABLE
 from forge_train_kit.stores.copies import best_of
 from forge_train_kit.stores.fetching import locate
-from forge_train_tools.configuration.request import Request, lay
+
+from ..configuration.request import Request, lay
 
 
 @dataclass(frozen=True)
