@@ -21,6 +21,8 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit]
 
 COUNT = 13
+TRIMMING = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+"""A template without a token that ends a turn."""
 
 
 @pytest.fixture
@@ -147,6 +149,27 @@ def test_both_members_share_a_side_and_a_fate(here: Path) -> None:
         ({}, {"prompt": "a", "chosen": "b"}, r"pairs.jsonl, line 1: expected chosen and rejected"),
         ({}, {"prompt": "a", "chosen": "b", "rejected": None}, r"pairs.jsonl, line 1: rejected is null"),
         ({}, {"prompt": "a", "chosen": "b", "rejected": "b"}, r"pairs.jsonl, line 1: chosen and rejected are the same"),
+        ({}, {"prompt": "a", "chosen": " ", "rejected": "b"}, r"pairs.jsonl, line 1: chosen is empty; a model would"),
+        (
+            {},
+            {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c", "weight": 0}]},
+            r"pairs.jsonl, line 1: every turn of the assistant has a weight of 0",
+        ),
+        (
+            {"template": TRIMMING},
+            {"prompt": "a", "chosen": "b", "rejected": "b "},
+            r"pairs.jsonl, line 1: chosen and rejected have the same tokens with ",
+        ),
+        (
+            {"template": TRIMMING},
+            {"prompt": "a", "chosen": "b", "rejected": " "},
+            r"pairs.jsonl, line 1: rejected has no text that counts",
+        ),
+        (  # `say` is one token, and it begins in the prompt
+            {"template": TRIMMING},
+            {"prompt": "sa", "chosen": "b", "rejected": "y"},
+            r"pairs.jsonl, line 1: rejected has no token that counts",
+        ),
         ({"kind": "embedding"}, {"anchor": "a"}, r"pairs.jsonl, line 1: expected a text as positive"),
         (
             {"kind": "embedding"},
@@ -172,6 +195,9 @@ def test_both_members_share_a_side_and_a_fate(here: Path) -> None:
 )
 def test_bad_records_are_named(here: Path, options: dict[str, Any], record: object, message: str) -> None:
     write(here, record)
+    if options.get("template") == TRIMMING:
+        (here / "trimming.jinja").write_text(TRIMMING, encoding="utf-8")
+        options = {**options, "template": str(here / "trimming.jinja")}
     with pytest.raises(ConfigError, match=message):
         pairs(here, **options).build_data(job(here), "train")
 

@@ -91,11 +91,15 @@ def render_preference(template: Template, pair: Preference) -> tuple[Segments, S
     """Both renderings; of each, what follows the common prompt is learned.
 
     Raises:
-        ConfigError: as `render`; or the template writes the prompt differently before the two answers.
+        ConfigError: as `render`; or nothing of an answer counts; or the template writes the prompt differently before
+            the two answers.
     """
     chosen, rejected = render(template, pair.chosen), render(template, pair.rejected)
-    heads = [segments.text[: segments.learned[0][0]] if segments.learned else None for segments in (chosen, rejected)]
-    if heads[0] is None or heads[0] != heads[1]:
+    for name, segments in (("chosen", chosen), ("rejected", rejected)):
+        if not segments.learned:
+            raise ConfigError(f"{pair.chosen.where}: {name} has no text that counts.")
+    heads = [segments.text[: segments.learned[0][0]] for segments in (chosen, rejected)]
+    if heads[0] != heads[1]:
         raise ConfigError(f"{pair.chosen.where}: {template.name} does not write the same prompt before both answers.")
     return chosen, rejected
 

@@ -158,6 +158,8 @@ def pairs(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[byt
     for where, record in _named(piece, wanted, maker):
         if template is not None:
             pair = preference(record, where)
+            if pair.chosen.silent:
+                raise ConfigError(f"{where}: chosen is empty; a model would learn to say nothing.")
             answers = (pair.chosen, pair.rejected)
             both = [
                 maker.literal(segments, answer)
@@ -166,13 +168,16 @@ def pairs(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[byt
             for answer, segments in zip(answers, both, strict=True):
                 check_written(template, answer, segments.text)
             texts = [utf8(segments.text, where) for segments in both]
-            yield (
-                texts[0],
-                [
-                    (*tokenise_ended(tokenizer, template, segments, maker.ends), len(text))
-                    for segments, text in zip(both, texts, strict=True)
-                ],
-            )
+            members = [
+                (*tokenise_ended(tokenizer, template, segments, maker.ends), len(text))
+                for segments, text in zip(both, texts, strict=True)
+            ]
+            for name, (_, trained, _) in zip(("chosen", "rejected"), members, strict=True):
+                if not trained.any():
+                    raise ConfigError(f"{where}: {name} has no token that counts.")
+            if np.array_equal(members[0][0], members[1][0]):
+                raise ConfigError(f"{where}: chosen and rejected have the same tokens with {template.name}.")
+            yield texts[0], members
             continue
         found = embedding_texts(record, where)
         if found.negatives:

@@ -24,7 +24,7 @@ TASKS, LEAST = 64, 4 << 20
 """Smallest number of tasks, so that all cores have work, and the bytes below which no task is divided."""
 TEXT = frozenset({"txt", "md", "rst", "py"})
 """Suffixes of files that are one document each."""
-RULES = 7
+RULES = 8
 """Number of the rules by which conversations become tokens; tokens of other rules are not used again."""
 
 
