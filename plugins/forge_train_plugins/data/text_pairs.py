@@ -27,8 +27,8 @@ class TextPairs(Plugin):
     and its positive text. `targets["member"]`, `[batch]`, is 0 for the first row of a pair and 1 for the second. Where
     too few pairs are held out, copies fill an evaluation's batches: their `member` is -1, and they count for nothing.
     The labels are the tokens of the answer, or of the whole text; all other labels are masked. `document_ids` is 0 for
-    text; the padding after it has another id. `reward` and `embed` learn from pairs. Your own task distinguishes the
-    two rows, and declares `takes = {"build_data": ("pairs",)}`.
+    text; the padding after it has another id. `dpo`, `reward` and `embed` learn from pairs. Your own task
+    distinguishes the two rows, and declares `takes = {"build_data": ("pairs",)}`.
     """
 
     api = (1, 0)

@@ -1,0 +1,51 @@
+"""The page “Teach preferences”, each command typed as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import chat_model
+from forge_cli import forge
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "preferences.md"
+SMALL = (
+    "run.device=cpu;train.steps=40;train.global_batch=8;train.evaluate_every=0;adamw.lr=5e-3;text_pairs.held_out=0.2;"
+    "train.evaluate_batches=1"
+)
+"""What learns in seconds; the page's values are for a model that can speak."""
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chat_model.write_model(tmp_path / "hf")
+    pairs = [
+        {"prompt": f"{before}say {at}", "chosen": word, "rejected": str(at)}
+        for before in chat_model.BEFORE
+        for at, word in enumerate(chat_model.WORDS)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs), encoding="utf-8")
+    blocks = re.findall(r"^```console\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("forge ")]
+    assert [words[0] for words in commands] == ["train", "eval", "generate", "train"]
+    said = []
+    for words in commands:
+        ended = forge(*words, environment={"FORGE_SET": SMALL} if words[0] == "train" else {})
+        assert ended.code == 0, ended.err
+        said.append(ended.out + ended.err)
+    assert "accuracy" in said[1]
+    for name in ("aligned", "without-reference"):
+        file = next((tmp_path / "runs" / name).rglob("metrics.jsonl"))
+        metrics = [json.loads(line) for line in file.read_text().splitlines()]
+        assert metrics[-1]["dpo.accuracy"] == 1
+        assert metrics[-1]["dpo.margin"] > 1
+        assert metrics[-1]["loss"] < metrics[0]["loss"] / 2
