@@ -168,7 +168,7 @@ def pairs(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[byt
             for answer, segments in zip(answers, both, strict=True):
                 check_written(template, answer, segments.text)
             texts = [utf8(segments.text, where) for segments in both]
-            members = [
+            members: list[tuple[Ids, Learned, int]] = [
                 (*tokenise_ended(tokenizer, template, segments, maker.ends), len(text))
                 for segments, text in zip(both, texts, strict=True)
             ]
