@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from forge_train.checkpoint.checkpoint import shapes
 from forge_train.compose.compose import compose
 from forge_train.engine import train
 from forge_train.loop.initial import load_initial
+from forge_train_plugins.tuning._lora.adapters import Adapters
 from forge_train_plugins.tuning._lora.peft import Factors
+from forge_train_plugins.tuning.lora import LoRA
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.adapters import export_adapter
@@ -101,6 +104,34 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
 def test_what_can_not_be_is_refused(base: Path, tmp_path: Path, config: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         tuned(tmp_path, base, config)
+
+
+class Past(nn.Module):
+    """Multiplies with the weight of one of its linears itself."""
+
+    units = ("block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("called", "read")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        read: Any = self.block["read"]
+        out: Tensor = self.block["called"](x) @ read.weight
+        return out
+
+
+def test_a_linear_that_the_model_does_not_call_is_named() -> None:
+    job: Any = SimpleNamespace(dist=SimpleNamespace(layout=SimpleNamespace(pp=1)))
+    part, adapters = Past(), Adapters(LoRA.Config(rank=2), job)
+    adapters.apply(part)
+    for module in part.block.values():
+        for factor in ("lora_A", "lora_B"):
+            setattr(module, factor, nn.Parameter(torch.ones_like(getattr(module, factor), device="cpu")))
+    adapters.begin(Model([part]), torch.optim.SGD(one for one in part.parameters() if one.requires_grad))
+    part(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ConfigError, match=r"lora\.modules: the model computes block\.read without calling the linear"):
+        adapters.check_used()
 
 
 def test_sizes_scales_and_learning_rates_by_pattern(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from forge_train import Ge, Gt, Lt, Phase, Plugin, Problem, Transform, hookimpl,
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Job, Model
+    from forge_train import Job, Model, Update
     from forge_train_kit.hf import HFAdapter
     from forge_train_kit.state_map import StateMap
 
@@ -102,3 +102,7 @@ class LoRA(Plugin):
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
         self._adapters.begin(model, optimizer)
+
+    @hookimpl
+    def on_gradients(self, update: Update) -> None:
+        self._adapters.check_used()

@@ -31,6 +31,7 @@ class Adapters:
     def __init__(self, config: LoRA.Config, job: Job) -> None:
         self.config, self.job = config, job
         self._linears: list[str] = []
+        self._unchecked: dict[str, nn.Parameter | None] = {}
         self.adapted: list[str] = []
         """Names of the linears on this rank that have an update."""
 
@@ -72,6 +73,24 @@ class Adapters:
                     "optimizer does not read `lr_factors`, or its groups change one of the two.",
                     key="lora.lr_ratio",
                 )
+
+        self._unchecked = {name: module._parameters["lora_B"] for name, module in modules}
+
+    def check_used(self) -> None:
+        """After the first backward pass.
+
+        Raises:
+            ConfigError: for an update without a gradient beside others that have one: the model reads that linear's
+                weight past its forward.
+        """
+        unused = [name for name, factor in self._unchecked.items() if factor is not None and factor.grad is None]
+        if 0 < len(unused) < len(self._unchecked):  # all: the optimizer has taken them already
+            raise ConfigError(
+                f"lora.modules: the model computes {format_list(unused, 4)} without calling the linear, so its update "
+                "has no effect. Name patterns that leave it out.",
+                key="lora.modules",
+            )
+        self._unchecked = {}
 
     def _takes(self, name: str, part: nn.Module) -> bool:
         if self.config.modules:
