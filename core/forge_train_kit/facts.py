@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from forge_train.contract.reference import PluginRef
 
 from .source import Source
 
-__all__ = ["Fact"]
+if TYPE_CHECKING:
+    from forge_train import Job
+
+__all__ = ["Fact", "adapters"]
 
 FactValue = bool | int | float | str | tuple[str, ...]
 _T = TypeVar("_T", bound=FactValue)
@@ -90,9 +93,19 @@ ADDS = Fact(
     "hf.adds",
     bool,
     "True if the plugin only adds parameters to a trained model. A folder holds none of them, so `forge train FOLDER` "
-    "imports it without the plugin, and trains with it.",
+    "imports it without the plugin, and trains with it. A teacher or a reference is built without it.",
     literal=True,
 )
+
+
+def adapters(job: Job) -> tuple[str, ...]:
+    """Return the enabled plugins that only add parameters to a trained model (the fact `hf.adds`).
+
+    An extra model of trained weights is built without them: `ExtraModel(…, without=adapters(job))`.
+    """
+    return tuple(name for name, one in job.hooks.enabled.items() if ADDS.of(one.cls))
+
+
 WEIGHS_LABELS = Fact(
     "task.weighs_labels",
     bool,

@@ -198,6 +198,18 @@ def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunFo
     assert resumed.losses[6:] == run.losses[6:]
 
 
+def test_the_reference_has_no_adapter_of_the_model(run_forge: RunForge, base: str, tmp_path: Path) -> None:
+    more = {"adamw__lr": 1e-2, "train__init_from": base, "dpo__beta": 0.5}
+    run = trained(run_forge, tmp_path, steps=6, plugins=["lora"], **more)
+    assert not [name for name, _ in run.job.models["reference"].named_parameters() if "lora" in name]
+    assert run.losses[0] == pytest.approx(math.log(2))
+    assert run.metrics[-1]["dpo.margin"] > 0.05
+    assert {name.rpartition(".")[2] for name, one in run.model.named_parameters() if one.requires_grad} == {
+        "lora_A",
+        "lora_B",
+    }
+
+
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])
 def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, tmp_path: Path, loss: str) -> None:
     run = trained(run_forge, tmp_path, steps=8, dpo__loss=loss, adamw__lr=1e-2)

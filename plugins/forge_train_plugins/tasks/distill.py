@@ -47,8 +47,10 @@ class Distill(Plugin):
             yield Problem("distill.weights", "is required: the teacher's run or its checkpoint.")
 
     @hookimpl
-    def extra_models(self) -> Iterable[ExtraModel]:
-        yield ExtraModel("teacher", self.config.teacher, self.config.weights)
+    def extra_models(self, job: Job) -> Iterable[ExtraModel]:
+        from forge_train_kit.facts import adapters
+
+        yield ExtraModel("teacher", self.config.teacher, self.config.weights, without=adapters(job))
 
     @hookimpl
     def task(self, job: Job) -> Task:

@@ -62,7 +62,7 @@ class DPO(Plugin):
         reference: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         """Sections of the reference that differ from the model's, as in `[dpo.reference.decoder]`."""
         without: tuple[str, ...] = ()
-        """Plugins that take no part in the reference, such as an adapter of the model."""
+        """Plugins that take no part in the reference. Those that add an adapter to the model never do."""
         chunk: Annotated[int, Ge(0)] = 0
         """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
 
@@ -122,10 +122,12 @@ class DPO(Plugin):
 
     @hookimpl
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
+        from forge_train_kit.facts import adapters
+
         if self._compares:
             mine = self.config
             weights = mine.weights or job.config.train.init_from
-            yield ExtraModel(REFERENCE, mine.reference, weights, without=mine.without)
+            yield ExtraModel(REFERENCE, mine.reference, weights, without=(*mine.without, *adapters(job)))
 
     @hookimpl
     def task(self, job: Job) -> Task:
