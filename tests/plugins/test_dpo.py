@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakes
+import forge_cli
 from forge_train import MASKED, Batch, ConfigError
 from forge_train_kit.metrics import Mean
 from forge_train_kit.model import Linear
@@ -196,6 +197,11 @@ def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunFo
     trained(run_forge, tmp_path, steps=12, name="r", stop_at=6, **fast)
     resumed = trained(run_forge, tmp_path, steps=12, name="r", **fast)
     assert resumed.losses[6:] == run.losses[6:]
+    moved = Path(base).rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"The weights of the extra model 'reference': .* there is no such run"):
+        trained(run_forge, tmp_path, steps=13, name="r", **fast)
+    there = {"dpo__weights": str(moved), "checkpoint__allow_changes": ["dpo.weights"]}
+    assert trained(run_forge, tmp_path, steps=13, name="r", **fast, **there).finished.step == 13
 
 
 def test_the_reference_has_no_adapter_of_the_model(run_forge: RunForge, base: str, tmp_path: Path) -> None:
@@ -241,6 +247,7 @@ def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, 
             {"parallel__pp": 2, "plugins": ("pp",)},
             r"dpo\.loss: 'sigmoid' needs a reference, which a pipeline can't run",
         ),
+        ({"dpo__weights": "BASE", "dpo__without": ["nobody"]}, r"model 'reference': there is no plugin 'nobody'"),
         (
             {"dpo__weights": "BASE", "dpo__reference": {"decoder": {"dim": 96}}},
             r"extra model 'reference': .*holds another model",
@@ -263,3 +270,14 @@ def test_a_reference_of_another_vocabulary_is_refused(run_forge: RunForge, tmp_p
     other = str(run_forge([], wide, steps=1, folder=tmp_path / "other").run)
     with pytest.raises(ConfigError, match=r"reference's vocabulary has 300 tokens, but the model's has 320; they must"):
         trained(run_forge, tmp_path, steps=1, dpo__weights=other, dpo__reference={"decoder": {"vocabulary": 300}})
+
+
+def test_a_plan_needs_neither_pairs_nor_weights() -> None:
+    memory = []
+    for loss in ("simpo", "sigmoid"):
+        settings = ("-s", f"dpo.loss={loss}", "-s", "decoder.layers=1", "-s", "train.sequence=32")
+        done = forge_cli.forge("plan", "-p", "dpo,text_pairs", "--without", "text", *settings, "--json")
+        assert done.code == 0, done.err
+        memory.append(done.json["memory"])
+    assert memory[1]["parameters"] == 2 * memory[0]["parameters"]
+    assert memory[1]["gradients"] == memory[0]["gradients"]

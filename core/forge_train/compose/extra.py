@@ -66,7 +66,7 @@ def _job(job: Job, spec: ExtraModel) -> Job:
     )
     defaults = {slot: name for slot, name in job.hooks.defaults.items() if name in names}
     hooks = Hooks(made, defaults, job.hooks.specs)
-    if problems := hooks.check_config(config):
+    if problems := [one for one in hooks.check_config(config) if not one.data]:  # those of the run were checked
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
     other = Job(config, hooks, job.run, job.dist, job.control, step=job.step)
     hooks.bind(other)
