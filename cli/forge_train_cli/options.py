@@ -51,6 +51,11 @@ _FROM = click.option(
 )
 
 
+_ADAPTER = click.option(
+    "--adapter", default="", metavar="PEFT_DIR", help="Begin with an adapter of PEFT, on the model of CONFIG."
+)
+
+
 def plugin_options(function: _F) -> _F:
     """--plugins and --without, as `plugins` and `without`."""
     return plugins_option(_WITHOUT(function))
@@ -73,9 +78,11 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
             without: tuple[str, ...],
             assignments: tuple[str, ...],
             source: str,
+            adapter: str,
             **options: Any,
         ) -> Any:
             from forge_train_tools.configuration.request import Request  # listings don't need it
+            from forge_train_tools.requests import continuing
 
             request = Request(
                 config=config or ("" if source else default),
@@ -85,9 +92,10 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
                 set=assignments,
                 environment=os.environ.get("FORGE_SET", ""),
             )
+            request = continuing(request, adapter) if adapter else request
             return function(*args, request=hugging_face(request, RUN_DIR) if default else request, **options)
 
-        return _CONFIG(plugin_options(set_option(_FROM(command))))  # type: ignore[return-value]  # click gives what it is given
+        return _CONFIG(plugin_options(set_option(_FROM(_ADAPTER(command)))))  # type: ignore[return-value]  # click gives what it is given
 
     return decorate
 

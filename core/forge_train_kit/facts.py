@@ -96,6 +96,13 @@ ADDS = Fact(
     "imports it without the plugin, and trains with it. A teacher or a reference is built without it.",
     literal=True,
 )
+ADAPTERS = Fact(
+    "hf.adapters",
+    tuple[str, ...],
+    "Kinds of PEFT's adapters (`peft_type`) that the plugin continues: its option `adapter` names the folder. "
+    "`forge train --adapter FOLDER` enables it.",
+    literal=True,
+)
 
 
 def adapters(job: Job) -> tuple[str, ...]:

@@ -110,3 +110,24 @@ def fetch(resume: str, folder: Path) -> str:
             raise ConfigError(f"{target}: the first process has not fetched it from {resume} in {LONGEST:g} s.")
         time.sleep(0.5)
     return str(target)
+
+
+def continuing(request: Request, folder: str) -> Request:
+    """The request, with the plugin that continues the adapter in a folder of PEFT.
+
+    Raises:
+        ConfigError: for what is no such folder, and for a kind of adapter that no plugin continues.
+    """
+    from forge_train.registry.discovery import discover
+    from forge_train_kit.facts import ADAPTERS
+
+    file = Path(folder) / "adapter_config.json"
+    try:
+        kind = json.loads(file.read_text(encoding="utf-8")).get("peft_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"--adapter {folder}: expected a folder of PEFT with an {file.name} ({error}).") from error
+    plugin = next((one.name for one in discover() if kind in ADAPTERS.read(one)), None)
+    if plugin is None:
+        raise ConfigError(f"--adapter {folder}: no installed plugin continues an adapter of the kind {kind!r}.")
+    values = {f"{plugin}.adapter": Path(folder).absolute()}
+    return dataclasses.replace(request, plugins=(*request.plugins, plugin), set=(*as_assignments(values), *request.set))

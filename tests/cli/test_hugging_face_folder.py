@@ -148,7 +148,7 @@ def strange(folder: Path) -> str:
 
 def test_adapted_from_the_folder(forge: Forge, folder: Path, model: Path) -> None:
     """The import has no adapters; what is trained has nothing else."""
-    values = [word for one in ("train.steps=2", "train.global_batch=2", "lora.rank=2") for word in ("-s", one)]
+    values = [word for one in ("lora.rank=2", "train.global_batch=2", "train.steps=2") for word in ("-s", one)]
     said = forge("train", "hf", "-p", "lora", *CHATS, *values, "--name", "r", "--quiet").err
     assert f"{model} is imported as runs/imported/" in said
     (imported,) = (folder / "runs" / "imported").glob("hf-*")
@@ -167,3 +167,10 @@ def test_adapted_from_the_folder(forge: Forge, folder: Path, model: Path) -> Non
         "--dtype and --nproc don't apply"
         in forge("checkpoint", "export", "runs/r", "again", "--adapter", "--dtype", "bf16", fails=2).err
     )
+    more = ("--name", "s", "--json")
+    again = forge("train", "hf", "--adapter", "adapter", *CHATS, *values[2:], *more).json
+    assert again["outcome"] == "done"
+    assert "expected a folder of PEFT" in forge("plan", "hf", "--adapter", "hf", *CHATS, fails=2).err
+    (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LOHA"}')
+    refused = forge("plan", "hf", "--adapter", "adapter", *CHATS, fails=2).err
+    assert "no installed plugin continues an adapter of the kind 'LOHA'" in refused

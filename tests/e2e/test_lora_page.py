@@ -40,7 +40,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     chat_model.write_chats(tmp_path / "chats.jsonl")
     lines = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
     commands = [shlex.split(line.replace(*RATE))[1:] for line in lines]
-    assert [words[0] for words in commands] == ["train", "generate", "checkpoint", "checkpoint"]
+    assert [words[0] for words in commands] == ["train", "generate", "checkpoint", "checkpoint", "train"]
     said = []
     for words in commands:
         ended = forge(*words, environment={"FORGE_SET": SMALL})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import chat_model
@@ -155,6 +157,7 @@ def test_an_optimizer_that_reads_no_factors_is_refused(tmp_path: Path) -> None:
 
 def trained(folder: Path, *settings: str, dtype: torch.dtype | None = None) -> Path:
     """A run of some steps on adapters of an imported model, `folder/hf`."""
+    folder.mkdir(exist_ok=True)
     chat_model.write_model(folder / "hf")
     imported = import_checkpoint(folder / "hf", folder / "base", dtype=dtype).path
     (folder / "text.txt").write_text("say one two three\n" * 200)
@@ -202,6 +205,30 @@ def test_peft_loads_the_adapter_alone(tmp_path: Path, linears: tuple[str, ...]) 
         torch.testing.assert_close(
             loaded(ids).logits, logits(open_model(run, text=False).model, ids), rtol=0, atol=1e-6
         )
+
+
+def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
+    """It begins with the stored factors, and is written again as it was."""
+    first = trained(tmp_path / "one", "lora.rank=4", "lora.alpha=6.0", "lora.modules=['*.q', '*.down']")
+    export_adapter(first, tmp_path / "adapter")
+    folder = f"lora.adapter={tmp_path / 'adapter'}"
+    second = trained(tmp_path / "two", folder, "train.steps=1", "adamw.lr=1e-30", "adamw.weight_decay=0")
+    export_adapter(second, tmp_path / "again")
+    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(one, after[name]) for name, one in before.items())
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("adapter", "again")]
+    assert configs[0] | {"base_model_name_or_path": ""} == configs[1] | {"base_model_name_or_path": ""}
+    for change, says in (
+        ({"use_dora": True}, "use_dora is True, which lora can't continue"),
+        ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern is \{'q_proj': 2\}, which lora can't continue"),
+        ({"r": 3}, r"lora\.rank: .* holds 4 rows for 'layers\.0\.attention\.q', and the run has 3"),
+    ):
+        (tmp_path / "again" / "adapter_config.json").write_text(json.dumps(configs[1] | change))
+        with pytest.raises(ConfigError, match=says):
+            started(tmp_path / "one" / "hf", f"lora.adapter={tmp_path / 'again'}")
+    with pytest.raises(ConfigError, match=r"lora\.modules: has no effect with lora\.adapter"):
+        started(tmp_path / "one" / "hf", folder, "lora.modules=['*.q']")
 
 
 def test_an_adapter_of_fused_projections_has_no_place(tmp_path: Path, base: Path) -> None:

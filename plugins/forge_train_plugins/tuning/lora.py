@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import Ge, Gt, Lt, Phase, Plugin, Problem, Transform, hookimpl, section
+from forge_train import FilePath, Ge, Gt, Lt, Phase, Plugin, Problem, Transform, hookimpl, section
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,7 @@ class LoRA(Plugin):
     facts = {
         "plan.per_unit": True,
         "hf.adds": True,
+        "hf.adapters": ("LORA",),
         "check.example": ("train.init_missing=[]", "checkpoint.only=[]"),
     }
 
@@ -60,6 +61,8 @@ class LoRA(Plugin):
         """Scale by alpha / √rank (rank-stabilised, arXiv:2312.03732)."""
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
         """Of the input of `A`."""
+        adapter: Annotated[str, FilePath()] = ""
+        """A folder of PEFT whose updates the run begins with; its rank, alpha and linears are then those of the run."""
         lr_ratio: Annotated[float, Gt(0)] = 1.0
         """Learning rate of `B` as a multiple of that of `A` (LoRA+, arXiv:2402.12354, recommends about 16)."""
 
@@ -71,11 +74,17 @@ class LoRA(Plugin):
 
     @classmethod
     def implied_values(cls, config: Any) -> Mapping[str, Any]:
-        """The base lacks what is added here, and checkpoints hold nothing else."""
-        return {"train.init_missing": list(ADDED), "checkpoint.only": list(ADDED)}
+        """The base lacks what is added here, and checkpoints hold nothing else. An adapter determines its size."""
+        from ._lora.folder import Folder
+
+        own = Folder(config.adapter).implied if config.adapter else {}
+        return {"train.init_missing": list(ADDED), "checkpoint.only": list(ADDED), **own}
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
+        for key in ("modules", "groups") if self.config.adapter else ():
+            if getattr(self.config, key):
+                yield Problem(f"lora.{key}", "has no effect with lora.adapter, which names its linears itself.")
         for group in self.config.groups:
             if group.rank is None and group.alpha is None:
                 yield Problem("lora.groups", f"{group.match!r} changes nothing; set its rank or its alpha.")

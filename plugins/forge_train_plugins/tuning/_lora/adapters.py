@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +15,11 @@ from torch import nn
 from forge_train import Applied, ConfigError
 from forge_train.base.errors import nearest
 from forge_train.base.format import format_list
+from forge_train_kit.hf.start import exported, same_modules
 from forge_train_kit.model import Dropout
+from forge_train_kit.state_map.views import Stored
 
+from .folder import Folder
 from .layers import LowRank, adapt
 from .sizes import size
 
@@ -30,7 +34,9 @@ class Adapters:
 
     def __init__(self, config: LoRA.Config, job: Job) -> None:
         self.config, self.job = config, job
+        self.folder = Folder(config.adapter) if config.adapter else None
         self._linears: list[str] = []
+        self._placed: set[str] = set()
         self._unchecked: dict[str, nn.Parameter | None] = {}
         self.adapted: list[str] = []
         """Names of the linears on this rank that have an update."""
@@ -43,13 +49,16 @@ class Adapters:
         """
         part.requires_grad_(False)
         found = linears(part)
-        taken = [name for name in found if self._takes(name, part)]
+        given = self._given(part)
+        taken = [name for name in found if (name in given if self.folder else self._takes(name, part))]
+        self._placed |= {given[name] for name in taken if name in given}
         self._linears += found
         self.adapted += taken
         if self.job.dist.layout.pp == 1:
             self._expect_matches(self._linears, self.adapted)
+            self._expect_places(self._placed)
         for name in taken:
-            self._adapt(name, found[name])
+            self._adapt(name, found[name], given.get(name, ""))
         added = tuple(f"{name}.{factor}" for name in taken for factor in ("lora_A", "lora_B"))
         ranks = sorted({size(self.config, name)[0] for name in taken})
         return Applied(part, tuple(taken), f"{len(taken)} linears of rank {' and '.join(map(str, ranks))}", added=added)
@@ -61,8 +70,10 @@ class Adapters:
             ConfigError: for a pattern that matches nothing, and for an optimizer without learning rates by parameter.
         """
         if self.job.dist.layout.pp > 1:
-            names = self.job.dist.gather_objects((self._linears, self.adapted))
-            self._expect_matches(*(itertools.chain(*one) for one in zip(*names, strict=True)))
+            names = self.job.dist.gather_objects((self._linears, self.adapted, self._placed))
+            found, adapted, placed = (itertools.chain(*one) for one in zip(*names, strict=True))
+            self._expect_matches(found, adapted)
+            self._expect_places(placed)
         rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
         modules = [one for one in model.named_modules() if isinstance(one[1], LowRank)]
         for name, module in modules:
@@ -109,7 +120,25 @@ class Adapters:
                     hint = nearest(pattern, [*ends, *names]) or f" There are {format_list(ends)}."
                     raise ConfigError(f"{key}: {pattern!r} matches no linear.{hint}", key=key)
 
-    def _adapt(self, name: str, module: nn.Linear) -> None:
+    def _given(self, part: nn.Module) -> dict[str, str]:
+        """Linear → the name that `lora.adapter` has for it."""
+        if self.folder is None:
+            return {}
+        layout = exported(self.job)
+        if layout is None:
+            raise ConfigError("lora.adapter: no plugin knows the Hugging Face names of this model (export_hf).")
+        stored = {name: Stored(tuple(one.shape), one.dtype, name) for name, one in part.named_parameters()}
+        known = set(self.folder.modules)
+        return {own: theirs for own, theirs in same_modules(layout, stored).items() if theirs in known}
+
+    def _expect_places(self, placed: Iterable[str]) -> None:
+        if self.folder is not None and (lost := sorted({*self.folder.modules} - {*placed})):
+            raise ConfigError(
+                f"lora.adapter: {self.folder.path} updates {format_list(lost)}, which this model has no linear for.",
+                key="lora.adapter",
+            )
+
+    def _adapt(self, name: str, module: nn.Linear, theirs: str) -> None:
         rank, scale = size(self.config, name)
         rows, columns = module.weight.shape
         if rank > min(rows, columns):
@@ -120,6 +149,13 @@ class Adapters:
             )
         dropout = Dropout(self.config.dropout, self.job, f"{name}.lora") if self.config.dropout else None
         adapt(module, rank, scale, dropout, self.config.lr_ratio)
+        if self.folder is not None:
+            if (held := len(self.folder.read(theirs, "lora_A"))) != rank:
+                raise ConfigError(
+                    f"lora.rank: {self.folder.path} holds {held} rows for {name!r}, and the run has {rank}.",
+                    key="lora.rank",
+                )
+            module.lora_read = partial(self.folder.read, theirs)  # type: ignore[assignment]
 
 
 def linears(part: nn.Module) -> dict[str, nn.Linear]:

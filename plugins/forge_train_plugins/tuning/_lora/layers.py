@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,13 @@ class LowRank(nn.Module):
     lora_scale: float
     lora_dropout: Dropout | None
     lr_factors: dict[str, float]
+    lora_read: Callable[[str], Tensor] | None = None
+    """Reads a factor's first values, where the run begins with an adapter."""
 
     def initial(self, name: str) -> Init | None:
+        if self.lora_read is not None and name in ("lora_A", "lora_B"):
+            read = self.lora_read
+            return Init("given", values=lambda _: read(name))
         if name == "lora_A":  # uniform within ± 1/√in, as PEFT draws it
             return Init("uniform", 1 / math.sqrt(3 * self.in_features))
         if name == "lora_B":

@@ -11,9 +11,8 @@ from forge_train import ConfigError
 from forge_train_kit.hf import HFAdapter
 from forge_train_kit.state_map import StateMap, Step
 
+from .folder import PREFIX
 from .sizes import chosen
-
-PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
