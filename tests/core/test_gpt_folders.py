@@ -99,7 +99,7 @@ def test_gpt2_as_first_published(tmp_path: Path) -> None:
     bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128).tril() for layer in range(2)}
     save_file(bare | masks, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"without dropout of attention weights; .*: auto, eager; enable one"):
+    with pytest.raises(ConfigError, match=r"without dropout of attention weights\. .*: auto, eager; enable one"):
         import_checkpoint(tmp_path / "hf", tmp_path / "start", plugins=("sdpa",))
     for name, settings in (("dry", ("decoder.attention_dropout=0",)), ("start", ())):
         import_checkpoint(tmp_path / "hf", tmp_path / name, settings=settings)
