@@ -80,7 +80,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
 
 
 TINY = {"decoder.dim": 32, "decoder.layers": 1, "decoder.heads": 4, "train.sequence": 32, "train.global_batch": 4}
-TOGETHER = ("tokens", "classify", "token_classify", "embed", "reward", "text_labels", "text_pairs", "sft")
+TOGETHER = ("tokens", "classify", "token_classify", "embed", "reward", "dpo", "text_labels", "text_pairs", "sft")
 """Plugins that only work with each other's records."""
 
 
@@ -106,6 +106,7 @@ def _heads(folder: str) -> list[Case]:
         ),
         case("embed", "text_pairs", "embed", text_pairs__path=pairs, text_pairs__kind="embedding", **longer, **held),
         case("reward", "text_pairs", "reward", **preferred, **room, **held),
+        case("dpo", "text_pairs", "dpo", dpo__loss="simpo", **preferred, **room, **held),
         case("sft", "sft", **chats, **room, train__precision="bf16"),
     ]
 
