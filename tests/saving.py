@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from torch import Tensor
 
 from forge_train import Plugin, hookimpl
@@ -48,6 +50,21 @@ def stepping(at: Callable[[int], object]) -> type[Plugin]:
             at(step.step)
 
     return Stepping
+
+
+def filling(monkeypatch: pytest.MonkeyPatch, step: int, owner: object, name: str) -> type[Plugin]:
+    """A plugin with which the disk is full in this function once a step is to be saved."""
+
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Fills(Plugin):
+        @hookimpl
+        def on_checkpoint(self, event: Any) -> None:
+            if (event.kind, event.step) == ("saving", step):
+                monkeypatch.setattr(owner, name, refuse)
+
+    return Fills
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from forge_train.checkpoint.checkpoint import found
 from forge_train.contract.events import Evaluation
 from forge_train.loop import checkpoint_policy
 from forge_train_tools.testing import TinyRun
-from saving import ASYNC, stepping
+from saving import ASYNC, filling, stepping
 
 pytestmark = pytest.mark.unit
 
@@ -118,18 +117,10 @@ def test_the_best_by_a_metric_of_evaluations(
 def test_the_best_stays_where_a_better_one_can_t_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    def refuse(*arguments: Any, **more: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    class Fills(Plugin):
-        @hookimpl
-        def on_checkpoint(self, event: Any) -> None:
-            if (event.kind, event.step) == ("saving", 6):
-                monkeypatch.setattr(writing, "seal", refuse)
-
+    fills = filling(monkeypatch, 6, writing, "seal")
     config = {**EVALUATED, "checkpoint.best": "evaluation.scores.score", "checkpoint.every": 1, **more}
     with pytest.raises(DiskError):
-        toys.run(tmp_path, Scores, Fills, name="run", steps=8, config=config)
+        toys.run(tmp_path, Scores, fills, name="run", steps=8, config=config)
     assert [saved.step for saved in found(tmp_path / "run" / "checkpoints")] == [5, 4]
 
 

@@ -27,7 +27,7 @@ from forge_train.store import save_plan
 from forge_train.store.save_plan import Shards, balanced
 from forge_train.store.shards import Shard
 from full_disk import full_for
-from saving import ASYNC, contents, overwritten, save_step, slow_disk, stepping
+from saving import ASYNC, contents, filling, overwritten, save_step, slow_disk, stepping
 
 pytestmark = pytest.mark.unit
 
@@ -115,18 +115,10 @@ def test_plugins_are_told_once_it_is_whole_and_in_the_order_of_checkpoints(tmp_p
 def test_a_disk_that_refuses_ends_the_run_at_a_later_step_with_the_usual_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    def refuse(*arguments: Any, **more: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    class Fills(Plugin):
-        @hookimpl
-        def on_checkpoint(self, event: Any) -> None:
-            if (event.kind, event.step) == ("saving", 4):
-                monkeypatch.setattr(Shards if at == "write" else writing, at, refuse)
-
+    fills = filling(monkeypatch, 4, Shards if at == "write" else writing, at)
     config = {"checkpoint.every": 2, "checkpoint.keep": 1, **ASYNC}
     with pytest.raises(DiskError, match=r"step-00000004: can't save .* newest whole checkpoint is step-00000002\."):
-        toys.run(tmp_path, Fills, name="run", steps=99, config=config)
+        toys.run(tmp_path, fills, name="run", steps=99, config=config)
     run = tmp_path / "run"
     assert saved(run) == [(2, "")]
     outcome = json.loads((run / "outcome.json").read_text(encoding="utf-8"))
