@@ -111,17 +111,17 @@ def test_a_run_goes_on_with_its_outcomes_and_tries_again_what_was_at_fault(
         tried.append((one.seed, one.number))
         return ("refused", "p: 3 are too many") if one.number == 0 else ("agrees", "")
 
-    outcomes, results = tmp_path / "outcomes.jsonl", tmp_path / "page.md"
+    outcomes = tmp_path / "outcomes.jsonl"
     kinds = {0: "within jitter", 1: "at fault", 2: "agrees"}
     lines = [{"seed": 7, "number": n, "kind": kind, "says": f"{n}: it", "seconds": 60} for n, kind in kinds.items()]
     outcomes.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     monkeypatch.setattr(verify_random, "judge", judge)
-    monkeypatch.setattr(verify_random, "RESULTS", results)
+    monkeypatch.setattr(verify_random, "RESULTS", tmp_path)
     command = ["verify_random.py", "--seed", "7", "8", "--count", "3", "--outcomes", str(outcomes)]
     monkeypatch.setattr(sys, "argv", command)
     assert verify_random.main() == 0
     assert tried == [(7, 1), *((8, number) for number in range(4))]
-    page = results.read_text(encoding="utf-8")
+    page = (tmp_path / "verify-random-7-8.md").read_text(encoding="utf-8")
     for row in (
         "drawn | 7",
         "refused by name | 1",

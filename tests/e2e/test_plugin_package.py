@@ -18,10 +18,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plugin-package"
-PLUGINS = ["freeze", "signum", "spike_guard", "stopwatch"]
+PLUGINS = ["frozen_norms", "signum", "spike_guard", "stopwatch"]
 
 CONFIG = """\
-plugins = ["freeze", "signum", "spike-guard", "stopwatch"]
+plugins = ["frozen-norms", "signum", "spike-guard", "stopwatch"]
 
 [run]
 device = "cpu"
@@ -49,7 +49,7 @@ path = "{text}"
 [signum]
 lr = 3e-4
 
-[freeze]
+[frozen_norms]
 names = ["*norm*"]
 
 [spike_guard]
@@ -162,7 +162,7 @@ def test_it_trains_and_goes_on_after_a_kill_like_a_built_in(fresh: Environment, 
     assert [line["step"] for line in numbers(whole)] == list(range(1, 101))
     assert numbers(whole)[-1]["spike_guard.skipped"] > 0
     assert {entry["slot"]: entry["plugin"] for entry in json.loads((whole / "composition.json").read_text())} == {
-        "freeze": "freeze"
+        "frozen_norms": "frozen_norms"
     }
     listed = {one["name"]: one["distribution"] for one in json.loads((whole / "plugins.json").read_text())}
     assert listed["signum"] == "forge-train-example"
@@ -185,7 +185,7 @@ def test_it_trains_and_goes_on_after_a_kill_like_a_built_in(fresh: Environment, 
 
 
 def test_its_mistakes_are_the_users(fresh: Environment, work: Path) -> None:
-    process = fresh.start("train", "run.toml", "-s", "freeze.names=nothing_like_it", "--quiet", cwd=work)
+    process = fresh.start("train", "run.toml", "-s", "frozen_norms.names=nothing_like_it", "--quiet", cwd=work)
     _, said = process.communicate(timeout=600)
     assert process.returncode == 2
     assert "matched nothing" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from forge_train_example.freeze import Freeze
+from forge_train_example.frozen_norms import FrozenNorms
 from forge_train_example.signum import Signum
 from forge_train_example.sparkline import sparkline
 from forge_train_example.spike_guard import SpikeGuard
@@ -16,7 +16,7 @@ from forge_train_example.stopwatch import Stopwatch
 from forge_train_tools.testing import RunForge, assert_conforms
 
 
-@pytest.mark.parametrize("plugin", [Freeze, Signum, SpikeGuard, Stopwatch])
+@pytest.mark.parametrize("plugin", [FrozenNorms, Signum, SpikeGuard, Stopwatch])
 def test_it_conforms(plugin: type, tmp_path: Path) -> None:
     assert_conforms(plugin, strict=True, folder=tmp_path)
 
@@ -31,8 +31,8 @@ def test_signum_moves_every_weight_by_the_learning_rate() -> None:
     assert weight.tolist() == [0.5, -1.5, 3.0]
 
 
-def test_freeze_keeps_what_it_matches(run_forge: RunForge) -> None:
-    run = run_forge([Freeze])
+def test_frozen_norms_keeps_what_it_matches(run_forge: RunForge) -> None:
+    run = run_forge([FrozenNorms])
     kept = {name: parameter for name, parameter in run.model.named_parameters() if "norm" in name}
     assert kept
     assert all(bool((parameter == 1).all()) for parameter in kept.values())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_train import Job
 
 
-class Freeze(Plugin):
+class FrozenNorms(Plugin):
     """Keeps parameters at their initial values: norms by default."""
 
     api = (1, 0)
@@ -27,7 +27,7 @@ class Freeze(Plugin):
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform:
-        return Transform(Phase.ADAPT, "freeze", self._apply)
+        return Transform(Phase.ADAPT, "frozen_norms", self._apply)
 
     def _apply(self, part: nn.Module) -> Applied:
         matched = {
