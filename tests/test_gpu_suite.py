@@ -103,6 +103,21 @@ def test_what_a_case_can_come_to(ours: Path) -> None:
     assert "boom" in table
 
 
+def test_many_numbers_are_one_row_and_a_failure_tells_its_exception() -> None:
+    numbers = tuple(Row(f"{size} tokens", f"{size}.0e-03", "≤ 2.0e-02") for size in range(1, 8))
+    folded = suite.Result("many", "ok", 1.0, numbers)
+    wrong = suite.Result("some", "wrong", 1.0, (*numbers, Row("last", "3.0e-02", "≤ 2.0e-02", ok=False)))
+    about = {"device": "cpu", "torch": "2", "python": "3", "cores": 2}
+    speed = suite.Result("speed", "ok", 1.0, (Row("tokens", "1"),))
+    several = [Case("many", ""), Case("some", ""), Case("speed", "", judges="speed")]
+    table = page.markdown(several, [folded, wrong, speed], about, toy=False)
+    assert "| many | 7 numbers; nearest to its bar: 7 tokens | 7.0e-03 | ≤ 2.0e-02 | yes |" in table
+    assert table.count("| some |") == 8
+    assert table.index("| speed |") < table.index("| many |")
+    told = suite._tail("\n".join(["torch.Error: why: 1", *(f"line {number}" for number in range(30))]), "exit code 1")
+    assert told.splitlines()[:2] == ["exit code 1", "torch.Error: why: 1"]
+
+
 def test_a_rerun_goes_on(ours: Path) -> None:
     """Good and bad numbers are kept; what failed is tried again; other code or another machine starts anew."""
     code = """

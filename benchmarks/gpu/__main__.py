@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         stamp,
         machine.environment(paths),
         minutes=chosen.minutes,
-        beside=chosen.beside or (min(4, (os.cpu_count() or 1) // 2) if device == "cuda" else 1),
+        # `eager` in float64 holds about 10 GiB for 8,192 tokens.
+        beside=chosen.beside or (min((os.cpu_count() or 1) // 2, about["memory_gib"] // 12) if device == "cuda" else 1),
     )
     wanted = [case for case in cases(about) if not chosen.case or case.name.startswith(tuple(chosen.case))]
     if not wanted:

@@ -17,9 +17,10 @@ import torch._dynamo.utils
 from torch import nn
 
 from forge_train import Applied, Job, Phase, Plugin, StepResult, Transform, hookimpl
+from forge_train_plugins.attention._packed.versions import missing as missing_flash
 from forge_train_tools.testing import TinyRun, run_forge
 
-from .case import Row, Size
+from .case import LacksError, Row, Size
 
 FORGE = [sys.executable, "-m", "forge_train_cli"]
 LOGGED = 5
@@ -97,7 +98,13 @@ class Graphs(Plugin):
 
 
 def compiled(size: Size, kernel: str, ac: bool) -> list[Row]:
-    """A compiled run against an eager one: graphs are made, and the losses are the same."""
+    """A compiled run against an eager one: graphs are made, and the losses are the same.
+
+    Raises:
+        LacksError: if the kernel's package is not installed.
+    """
+    if kernel == "flash" and (why := missing_flash("auto")):
+        raise LacksError(why)
     values = small(size, **{"train.precision": "bf16"})
     backend = size.choose({}, {"compile.backend": "aot_eager"})
     recompute = ["ac"] if ac else []
@@ -123,7 +130,7 @@ def resumed(size: Size, plugins: tuple[str, ...] = (), **values: Any) -> list[Ro
         run_forge(plugins, settings, steps=6, name="r", stop_at=3, folder=other)
         again = run_forge(plugins, settings, steps=6, name="r", folder=other)
     same = whole.numbers == again.numbers and weights(whole) == weights(again)
-    name = " ".join(plugins) or "fp32"
+    name = " ".join([*plugins, *(f"{key}={value}" for key, value in values.items())]) or "fp32"
     return [Row(f"stopped and resumed, {name}: metrics and weights", "equal" if same else "different", "equal", same)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,7 +135,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _tail(out: str, first: str) -> str:
-    return "\n".join([first, *out.strip().splitlines()[-12:]])
+    """The last lines, and before them the last exception's, which many lines may follow."""
+    lines = out.strip().splitlines()
+    raised = [line for line in lines[:-12] if re.match(r"[\w.]+(Error|Exception)\b.*: ", line)]
+    return "\n".join([first, *raised[-1:], *lines[-12:]])
 
 
 def failed(results: list[Result]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from forge_train_tools.planning import meshes
 from forge_train_tools.planning.communication import Collective, Collectives, Names
 from forge_train_tools.planning.imagined import ImaginedContext, imagined
 from forge_train_tools.planning.ledger import Ledger
+from forge_train_tools.planning.on_cuda import kernels_of_cuda
 from forge_train_tools.planning.roofline import DEVICES, Kernel, roofline
 from forge_train_tools.planning.watch import AnyDtype
 from forge_train_tools.planning.work import Work
@@ -180,6 +182,28 @@ def test_what_is_computed_again_is_not_kept() -> None:
         return ledger.peak(but=own)
 
     assert peak(True) < 0.7 * peak(False)
+
+
+def test_a_norm_on_cuda_keeps_its_input_and_a_number_a_token() -> None:
+    """As `aten::_fused_rms_norm` does, which no CPU has; where dtypes differ, CUDA composes it too."""
+
+    def kept(*, cuda: bool, weight: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+        norm, x = nn.RMSNorm(64, dtype=weight), torch.ones(256, 64, dtype=torch.bfloat16, requires_grad=True)
+        on_cuda = kernels_of_cuda() if cuda else nullcontext()
+        with FakeTensorMode(allow_non_fake_inputs=True), on_cuda, Ledger() as ledger:
+            own = ledger.numbers([x, *norm.parameters()])
+            y = norm(x)
+            held = sum(size for number, size in ledger.changes if number not in own)
+            y.sum().backward()
+        assert x.grad is not None
+        assert norm.weight.grad is not None
+        return held, ledger.peak(but=own)
+
+    values = 256 * 64
+    held, peak = kept(cuda=True)
+    assert held == values * 2 + 256 * 4  # its result, and the reciprocals of the roots
+    assert peak < kept(cuda=False)[1]
+    assert kept(cuda=True, weight=torch.float32) == kept(cuda=False, weight=torch.float32)
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from forge_train_kit.optim import quantised as quantised_state
 from forge_train_kit.optim import stochastic
 from forge_train_kit.optim.at_rest import AtRest
 from forge_train_kit.optim.narrow_state import NarrowState
@@ -99,9 +99,9 @@ def test_one_kernel_draws_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = ((64, 200), (40, 300), (3, 50, 40), (5, 4, 300))
     drawn = [(torch.randn(shape).abs(), ("w", step)) for step in range(3) for shape in shapes]
     wanted = [one.quantised(values, *key) for values, key in drawn for one in tables]
-    compiled = torch.compile(quantised_state._drawn, dynamic=True, fullgraph=True, backend=counted)
     monkeypatch.setattr(stochastic, "_can_fuse", lambda device: True)
-    monkeypatch.setattr(stochastic, "_compiled", lambda function: compiled)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    stochastic._compiled.cache_clear()
     found = [one.quantised(values, *key) for values, key in drawn for one in tables]
     assert all(
         torch.equal(*pair) for one, other in zip(found, wanted, strict=True) for pair in zip(one, other, strict=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from forge_train import ConfigError
 from forge_train_kit.layers import AttentionOptions
+from forge_train_plugins.attention import _sdpa
 from forge_train_plugins.attention._eager import Kernel as Eager
-from forge_train_plugins.attention._sdpa import Kernel, missing
+from forge_train_plugins.attention._sdpa import Kernel, missing, needs_equal_heads
 from forge_train_plugins.attention.sdpa import SDPA
 from forge_train_tools.testing import RunForge
 
@@ -69,3 +73,59 @@ def test_what_only_a_call_shows_is_one_sentence_too() -> None:
     assert str(error.value) == (
         "sdpa.backend = 'efficient': torch can't compute torch.float32 on cpu, heads of 8 features, a mask with it."
     )
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "flash", "repeats"),
+    [
+        ("auto", "cuda", True, False),
+        ("auto", "cuda", False, True),
+        ("efficient", "cuda", True, True),
+        ("cudnn", "cuda", False, False),
+        ("math", "cuda", False, False),
+        ("auto", "cpu", False, False),
+    ],
+)
+def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
+    backend: str, device: str, flash: bool, repeats: bool
+) -> None:
+    """Torch would fall back to a matrix of queries × keys without a word (2.11, 2.13)."""
+    assert needs_equal_heads(backend, torch.device(device), flash=flash) is repeats
+
+
+@pytest.mark.parametrize("asked", [{}, {"window": 3}, {"offset": 2}])
+def test_repeated_heads_compute_the_same(asked: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[tuple[int, int]] = []
+
+    def attention(query: torch.Tensor, key: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        heads.append((query.shape[1], key.shape[1]))
+        return original(query, key, *given, **options)
+
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(_sdpa, "needs_equal_heads", lambda *_, **__: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(_sdpa, "after_others", lambda *given: Kernel("math")._after(*given))
+    shapes = ((1, 9, 4, 8), (1, 11, 2, 8), (1, 11, 2, 8))
+    given = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    options = AttentionOptions(**asked)
+    found, wanted = (kernel(*given, options) for kernel in (Kernel(), Eager()))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), given) for one in (found, wanted)))
+    assert heads
+    assert all(query == key for query, key in heads)
+
+
+def test_a_single_query_needs_no_backend() -> None:
+    """cuDNN refuses it, and it holds no matrix anywhere: `generate` asks token by token."""
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 7, 2, 8)
+    found, wanted = (kernel(query, key, key, AttentionOptions()) for kernel in (Kernel("cudnn"), Eager()))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_flash_kernel_is_asked_as_torch_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For queries after other tokens: `is_causal` would mean the upper left corner, and is always refused."""
+    asked: list[bool] = []
+    monkeypatch.setattr(_sdpa, "can_use_flash_attention", lambda parameters: asked.append(parameters.is_causal))
+    query, key = torch.randn(1, 3, 4, 8), torch.randn(1, 7, 2, 8)
+    _sdpa._flash(query, key, key)
+    assert asked == [False]

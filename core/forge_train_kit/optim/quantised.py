@@ -77,7 +77,7 @@ class Codes:
 
     def __init__(self, bits: int, *, signed: bool) -> None:
         self.bits, self._values = bits, table(bits, signed=signed)
-        self._tables: dict[torch.device, Tensor] = {}
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def quantised(self, values: Any, *key: object) -> tuple[Tensor, Tensor]:
         """fp32 → codes (two per byte if they have 4 bits), and scales `[…, blocks]`. If a value is not finite, its
@@ -97,7 +97,7 @@ class Codes:
             group = values.device_mesh.get_group(axis)
             torch.distributed.all_reduce(scales, torch.distributed.ReduceOp.MAX, group=group)
         wide = rows.wide(torch.where(scales > 0, scales, 1.0), rows.start, part.shape[-1])
-        codes = fused(_drawn, part)(part, wide, known, places(values), *numbers(key))
+        codes = fused(_drawn, part)(part, wide, *known, places(values), *numbers(key))
         row = values.shape[-1]
         return (
             shards(self._packed(codes), values, -(-row * self.bits // 8)),
@@ -111,7 +111,7 @@ class Codes:
         return shards(self.values(self.unpacked(part, wide.shape[-1]), wide), parameter)
 
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return self._table(codes.device)[codes.int()] * scales
+        return self._table(codes.device)[0][codes.int()] * scales
 
     def unpacked(self, codes: Tensor, size: int) -> Tensor:
         """One code per byte, in rows of this size."""
@@ -125,17 +125,24 @@ class Codes:
         pairs = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2))
         return pairs[..., ::2] | pairs[..., 1::2] << 4
 
-    def _table(self, device: torch.device) -> Tensor:
-        """The table on this device; it is copied there once, because copies make the host wait."""
+    def _table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The table on this device, and its inner values; both are copied there once, because copies make the host
+        wait."""
         if device not in self._tables:
-            self._tables[device] = torch.tensor(self._values, device=device)
+            whole, inner = (torch.tensor(values, device=device) for values in (self._values, self._values[1:-1]))
+            self._tables[device] = whole, inner
         return self._tables[device]
 
 
-def _drawn(part: Tensor, scales: Tensor, known: Tensor, places: Tensor, factor: int, offset: int) -> Tensor:
-    """One of the two codes beside each value, uint8. Fused on CUDA, a quotient may differ in its last bit."""
+def _drawn(
+    part: Tensor, scales: Tensor, known: Tensor, inner: Tensor, places: Tensor, factor: int, offset: int
+) -> Tensor:
+    """One of the two codes beside each value, uint8. Fused on CUDA, a quotient may differ in its last bit.
+
+    `inner` is a tensor of its own: compiled, `bucketize` reads a view from the start of what it views (torch 2.11).
+    """
     shares = part / scales
-    below = torch.bucketize(shares, known[1:-1], right=True, out_int32=True)
+    below = torch.bucketize(shares, inner, right=True, out_int32=True)
     low, high = known[below], known[below + 1]
     drawn = (bits(places, factor, offset) >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
     codes = below + (drawn < (shares - low) / (high - low)).to(torch.int32)

@@ -125,5 +125,12 @@ def _can_fuse(device: str) -> bool:
 
 @cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # Shapes and the key's numbers are symbols, so that no step and no tensor is compiled anew.
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    # Shapes are symbols, and the key's numbers tensors, so that no step and no tensor is compiled anew.
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+
+    def run(part: Tensor, *given: Any) -> Tensor:
+        # A number that is a symbol has 64 bits in a kernel: products would not wrap around.
+        numbers = (torch.full((), one, dtype=torch.int32, device=part.device) for one in given if isinstance(one, int))
+        return compiled(part, *(next(numbers) if isinstance(one, int) else one for one in given))
+
+    return run

@@ -7,6 +7,7 @@ fake tensors, which have shapes and dtypes but no data, and everything that step
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,13 +102,16 @@ def plan(
         setup: a checked configuration and its plugins.
         world: the number of ranks.
         nodes: over how many nodes they are spread; 0 for as many as nodes of `PER_NODE` ranks make.
-        device: a name in `DEVICES`, for the roofline.
+        device: a name in `DEVICES`, for the roofline; without one, memory is that of the run's own device.
         schedules: whether to compare what else a pipeline could follow.
         folder: what plugins are told the run folder is; nothing is written there.
 
     Raises:
         ConfigError: for a composition that can't be.
     """
+    import torch
+
+    from .on_cuda import kernels_of_cuda
     from .parameters import total
     from .stages import look_at_stages
 
@@ -116,7 +120,10 @@ def plan(
     sheet = _sheet(device)
     place = World(size=world, local_size=_per_node(world, nodes))
     topology, domains = Topology.of(place), meshes.domains(layout)
-    looks = look_at_stages(setup, layout, place, folder, alternatives=schedules)
+    wanted = config.run.device
+    on_cuda = sheet is not None or wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    with kernels_of_cuda() if on_cuda else nullcontext():
+        looks = look_at_stages(setup, layout, place, folder, alternatives=schedules)
     memories = [_memory(look) for look in looks]
     fullest = max(range(len(looks)), key=lambda stage: memories[stage].peak or 0)
     memory, busiest = memories[fullest], max(looks, key=lambda look: look.kernel_flops)

@@ -53,6 +53,8 @@ class FlexKernel:
             ),
             scale=options.scale,
             enable_gqa=query.shape[2] != key.shape[2],
+            # Its kernel for few queries has no choice for a key block of 128 (torch 2.11 on an H200).
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if queries < BLOCK else None,
             return_aux=AuxRequest(lse=True) if needs_sums else None,
         )
         if not needs_sums:

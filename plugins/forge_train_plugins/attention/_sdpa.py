@@ -63,7 +63,8 @@ class Kernel:
     """Causal grouped-query attention; see `AttentionKernel`.
 
     Without a mask (no documents and no window) torch uses its flash kernels, which never hold a sequence × sequence
-    matrix. Keys and values are not repeated for their group of heads.
+    matrix. Where no other fused kernel takes fewer heads of keys and values than of queries (on CUDA: with a mask, in
+    fp32, with wide heads), they are repeated: torch would silently hold the matrix (torch 2.11 to 2.13).
 
     One kernel serves all layers, so that they share a batch's mask: autograd keeps the mask of every call, and separate
     masks for each layer would outgrow all other activations.
@@ -97,6 +98,7 @@ class Kernel:
         with nullcontext() if self._backend == "auto" else sdpa_kernel(BACKENDS[self._backend]):
             if query.device.type == "cuda" and _flash(query, key, value):
                 return self._compute(query, key, value, causal_lower_right(queries, keys), scale)
+        key, value = self._repeated(query, key, value, masked=True)
         rows = min(PIECE, queries)
         seen = _Seen(rows, keys, keys - rows, None, query.dtype, query.device)
         mask = self._mask(None, seen, lambda: make_mask(seen, None))
@@ -111,7 +113,9 @@ class Kernel:
 
     def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Call the backend; without a mask, the keys are those of the queries, or all that a single query sees."""
-        with nullcontext() if self._backend == "auto" else only(self._backend, query, mask):
+        key, value = self._repeated(query, key, value, masked=mask is not None)
+        single = query.shape[1] == 1  # cuDNN refuses it, and it needs no matrix anywhere
+        with nullcontext() if self._backend == "auto" or single else only(self._backend, query, mask):
             out_BHTD = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
@@ -123,11 +127,32 @@ class Kernel:
             )
         return out_BHTD.transpose(1, 2)
 
+    def _repeated(self, query: Tensor, key: Tensor, value: Tensor, *, masked: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values, repeated for the heads of their group if only then a fused kernel takes them."""
+        group = query.shape[2] // key.shape[2]
+        wide, half = max(query.shape[-1], value.shape[-1]) > 256, query.dtype in (torch.bfloat16, torch.float16)
+        flash = half and not masked and not wide and query.shape[-1] == value.shape[-1]
+        if group == 1 or not needs_equal_heads(self._backend, query.device, flash=flash):
+            return key, value
+        return key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
+
+
+def needs_equal_heads(backend: str, device: torch.device, *, flash: bool) -> bool:
+    """Return True if no fused kernel takes fewer heads of keys and values than of queries.
+
+    Args:
+        backend: of the section.
+        device: of the tensors.
+        flash: whether torch's flash kernel takes the call.
+    """
+    return backend == "efficient" or (backend == "auto" and device.type == "cuda" and not flash)
+
 
 def _flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if torch's flash kernel on CUDA supports these tensors."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, query.shape[2] != key.shape[2]))
+    # `is_causal` is False, as in torch's own question for a lower right bias: True means the upper left.
+    return can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, query.shape[2] != key.shape[2]))
 
 
 @contextmanager
