@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -50,9 +51,23 @@ ENDED = {
     help="Let the model's own modules draft N tokens at once; needs --temperature 0.",
 )
 @click.option("--chat", is_flag=True, help="The prompt is a user's message; put it into the model's chat template.")
+@click.option(
+    "--adapter",
+    multiple=True,
+    metavar="DIR[=WEIGHT]",
+    help="Add an adapter of PEFT to the weights, times WEIGHT (1 by default); may be repeated.",
+)
 @plugins_option
 @json_option
-def generate(path: Path, prompt: str, chat: bool, plugins: tuple[str, ...], as_json: bool, **choices: Any) -> None:
+def generate(
+    path: Path,
+    prompt: str,
+    chat: bool,
+    adapter: tuple[str, ...],
+    plugins: tuple[str, ...],
+    as_json: bool,
+    **choices: Any,
+) -> None:
     """Continue a text with the model of PATH: a run (its newest whole checkpoint), a checkpoint, or a Hugging Face
     folder.
 
@@ -63,13 +78,14 @@ def generate(path: Path, prompt: str, chat: bool, plugins: tuple[str, ...], as_j
     forge generate gpt-oss-20b -p flex --prompt "Once upon a time"
     forge generate runs/first --prompt "import " --temperature 0 --drafts 1
     forge generate runs/tuned --chat --prompt "Who are you?"
+    forge generate Qwen3-0.6B --adapter polite --adapter brief=0.5 --prompt "Dear"
     """
     from forge_train_tools import open_model
     from forge_train_tools.offline.generate import Sampling
 
     sampling = Sampling(**choices)
     prompt = _stdin() if prompt == "-" else prompt
-    opened = open_model(path, plugins=plugins)
+    opened = open_model(path, plugins=plugins, adapters=_factors(adapter))
     completion = opened.complete(prompt, sampling, chat=chat)
     started = time.perf_counter()
     if not as_json:
@@ -90,6 +106,25 @@ def generate(path: Path, prompt: str, chat: bool, plugins: tuple[str, ...], as_j
         if sampling.drafts:
             result["drafts"] = {"proposed": completion.drafts.proposed, "accepted": completion.drafts.accepted}
         click.echo(dumps(result))
+
+
+def _factors(adapters: tuple[str, ...]) -> dict[str, float]:
+    """Folder → factor."""
+    found: dict[str, float] = {}
+    for one in adapters:
+        folder, equals, factor = one.rpartition("=")
+        if not equals:
+            folder, factor = one, "1"
+        try:
+            number = float(factor)
+        except ValueError:
+            folder, number = one, 1.0  # a folder may have the sign in its name
+        if not math.isfinite(number):
+            raise ConfigError(f"--adapter {one}: the factor must be a finite number.")
+        if folder in found:
+            raise ConfigError(f"--adapter {folder}: given twice.")
+        found[folder] = number
+    return found
 
 
 def _stdin() -> str:

@@ -162,7 +162,11 @@ def verify(
 
 
 def open_model(
-    path: str | Path | RunFolder, *, device: Device | None = None, plugins: Iterable[str] = ()
+    path: str | Path | RunFolder,
+    *,
+    device: Device | None = None,
+    plugins: Iterable[str] = (),
+    adapters: Mapping[str, float] | None = None,
 ) -> TrainedModel:
     """Open a trained model in this process, to write text with it or to look at its logits.
 
@@ -170,16 +174,21 @@ def open_model(
         path: a run (its newest whole checkpoint), a checkpoint, or a Hugging Face folder.
         device: `cpu`, `cuda` or `mps`; by default the one it was trained on, or else one of this machine.
         plugins: plugins to enable with the model of a Hugging Face folder, as an attention kernel that it needs.
+        adapters: folder of PEFT → factor: what each adds to the weights, times the factor, is added.
 
     Raises:
-        ConfigError: for a path that is none of these, or a plugin that is not installed.
+        ConfigError: for a path that is none of these, a plugin that is not installed, or an adapter of another model.
     """
     with _working():
         from .offline import opening
+        from .offline.adapted import add_adapters
         from .offline.trained_model import TrainedModel
 
         place = path.path if isinstance(path, RunFolder) else Path(path)
-        return TrainedModel(opening.open_model(place, device=device, plugins=tuple(plugins)))
+        opened = opening.open_model(place, device=device, plugins=tuple(plugins))
+        if adapters:
+            add_adapters(opened, adapters, tuple(plugins))
+        return TrainedModel(opened)
 
 
 @contextmanager

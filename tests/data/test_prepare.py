@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,23 @@ def add(self, *arguments):
         os.kill(os.getpid(), signal.SIGKILL)
 worker.ShardWriter.add = add
 prepare.prepare(prepare.Preparation((sys.argv[1],), Path(sys.argv[2]), held_out=0.2), prepare.Report())
+"""
+
+PARENT_KILLED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import psutil
+from forge_train_kit.data import prepare
+from forge_train_kit.data.prepare import tasks
+tasks.TASK = 500
+def end():
+    while len(found := psutil.Process().children()) < 3:  # two workers, and a tracker of resources
+        time.sleep(0.01)
+    print(*(one.pid for one in found), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=end).start()
+prepare.prepare(prepare.Preparation((sys.argv[1],), Path(sys.argv[2]), workers=2), prepare.Report())
+time.sleep(60)
 """
 
 
@@ -89,6 +107,22 @@ def test_every_document_once_for_any_number_of_workers(texts: Path, tmp_path: Pa
     again = prepare(wanted(texts, tmp_path / "again"), Report())
     assert everything(tmp_path / "out") == everything(tmp_path / "again")
     assert again == manifest
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
+def test_workers_end_with_a_parent_that_was_killed(texts: Path, tmp_path: Path) -> None:
+    """Else they would wait for tasks for ever, and a task under way would go on writing beside the next preparation."""
+    psutil = pytest.importorskip("psutil")
+    command = [sys.executable, "-c", PARENT_KILLED, str(texts), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert parent.returncode == -signal.SIGKILL
+    assert len(workers) == 3
+    deadline = time.monotonic() + 60
+    while alive := [pid for pid in workers if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+        assert time.monotonic() < deadline, f"{alive} are still there"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("writes", [0, 1, 5, 9])

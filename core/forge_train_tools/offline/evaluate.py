@@ -63,7 +63,7 @@ def evaluate(path: Path, *, wanted: Wanted | None = None, nproc: int = 1) -> Eva
 
 def worker(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """The work of each process."""
-    found = _evaluate(Path(path), Wanted(*(tuple(wanted[name]) for name in ("plugins", "set"))))
+    found = _evaluate(Path(path), Wanted(tuple(wanted["plugins"]), tuple(wanted["set"])))
     return {"code": 0, "evaluated": dataclasses.asdict(found)}
 
 

@@ -97,10 +97,12 @@ def open_model(path: Path, *, device: Device | None = None, text: bool = True, p
 
 @dataclass(frozen=True)
 class Wanted:
-    """Requests in addition to the configuration of a checkpoint to evaluate."""
+    """Requests in addition to the configuration of a checkpoint."""
 
     plugins: tuple[str, ...] = ()
     set: tuple[str, ...] = ()
+    data: bool = True
+    """False leaves data unopened."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,7 @@ def setup_of(
         path: the checkpoint.
         saved: its state.
         world: number of processes; several of them share the data, by the default data-parallel plugin.
-        wanted: what to add for an evaluation, which needs data and everything else; without it, the model is only
-            inspected.
+        wanted: what to add, such as data for an evaluation; without it, the model is only inspected.
         measured: whether the data is opened to count the steps of `train.epochs`, which an evaluation does not need.
 
     Raises:
@@ -193,7 +194,7 @@ def setup_of(
         foreign=str(run_folder(path)),
     )
     try:
-        training = wanted is not None
+        training = wanted is not None and wanted.data
         setup = resolve(request, world=world, training=training, opened=not training, measured=measured)
     except ConfigError as error:
         why = "can't be opened with the plugins that are installed now"

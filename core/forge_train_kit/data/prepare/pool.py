@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -75,7 +77,20 @@ def _follow(running: dict[Future[None], Task], pool: ProcessPoolExecutor, count:
                 raise
 
 
+def end_with_parent() -> None:
+    """Have this worker end when its parent does, even killed: it would wait for tasks for ever, and keep its memory."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _start(wanted: Preparation, tokenizer: str, whole: bool, count: Any) -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends the pool
     _mine.update(wanted=wanted, maker=Maker.of(wanted, tokenizer), whole=whole, count=count)
 

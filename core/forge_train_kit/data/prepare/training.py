@@ -13,6 +13,7 @@ from forge_train import ConfigError
 
 from ..tokenizers.parts import PART
 from .encoding import documents
+from .pool import end_with_parent
 from .progress import Report
 from .tasks import Preparation, Task
 
@@ -39,7 +40,7 @@ def train(wanted: Preparation, tasks: list[Task], folder: Path, report: Report) 
         ConfigError: the text can't be read, or the process died.
     """
     report.say("training the tokenizer")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as process:
         try:
             process.submit(_train, wanted, tasks, folder).result()
         except BrokenProcessPool as error:

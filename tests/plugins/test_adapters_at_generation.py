@@ -1,0 +1,109 @@
+"""`forge generate BASE --adapter A --adapter B=0.5`: what `peft` computes with the same adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import chat_model
+from forge_train import ConfigError
+from forge_train_cli.app import run
+from forge_train_tools import open_model
+from forge_train_tools.offline.hf_import import import_checkpoint
+
+pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore")]
+
+IDS = list(range(3, 20))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base, the same as a checkpoint, two adapters of it and one of a narrower model."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("adapters")
+    chat_model.write_model(folder / "base")
+    import_checkpoint(folder / "base", folder / "checkpoint")
+    for number, (name, targets) in enumerate((("a", "all-linear"), ("b", ["q_proj", "down_proj"]))):
+        torch.manual_seed(number)
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+        made = peft.get_peft_model(base, peft.LoraConfig(r=2 + number, lora_alpha=5, target_modules=targets))
+        with torch.no_grad():
+            for one_name, one in made.named_parameters():
+                if "lora_" in one_name:
+                    one.normal_(std=0.3)
+        made.save_pretrained(folder / name)
+    return folder
+
+
+def by_peft(models: Path, factors: dict[str, float]) -> torch.Tensor:
+    """Logits of the base with each adapter's change of the weights, times its factor."""
+    import peft
+    import transformers
+
+    def weights(*adapter: str) -> dict[str, torch.Tensor]:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(models / "base")
+        if adapter:
+            model = peft.PeftModel.from_pretrained(model, models / adapter[0]).merge_and_unload()
+        return dict(model.state_dict())
+
+    base = weights()
+    total = {name: one.clone() for name, one in base.items()}
+    for adapter, factor in factors.items():
+        for name, one in weights(adapter).items():
+            total[name] += factor * (one - base[name])
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(models / "base")
+    model.load_state_dict(total)
+    with torch.no_grad():
+        return model(torch.tensor([IDS])).logits[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("base", ["base", "checkpoint"])
+@pytest.mark.parametrize("factors", [{"a": 1.0}, {"a": 0.5, "b": -2.0}], ids=["one", "two"])
+def test_logits_are_those_of_peft(models: Path, base: str, factors: dict[str, float]) -> None:
+    adapters = {str(models / name): factor for name, factor in factors.items()}
+    found = open_model(models / base, adapters=adapters).logits(IDS)
+    plain = open_model(models / base).logits(IDS)
+    wanted = by_peft(models, factors)[:, : found.shape[1]]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-5)
+    assert (found - plain).abs().max() > 0.1
+
+
+def test_the_command(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(models)
+
+    def text(*more: str) -> str:
+        assert run(["generate", "base", "--prompt", "a", "--tokens", "12", "--temperature", "0", *more]) == 0
+        return capsys.readouterr().out
+
+    plain = text()
+    assert text("--adapter", "a=0") == plain
+    assert text("--adapter", "a", "--adapter", "b=0.5") != plain
+    Path("a").rename("a=1x")  # the folder's own name has the sign
+    try:
+        assert text("--adapter", "a=1x") != plain
+    finally:
+        Path("a=1x").rename("a")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("nowhere",), "--adapter nowhere: expected a folder of PEFT with an adapter_config.json"),
+        (("a=inf",), "--adapter a=inf: the factor must be a finite number."),
+        (("a", "a=2"), "--adapter a: given twice."),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    models: Path,
+    given: tuple[str, ...],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(models)
+    more = [word for one in given for word in ("--adapter", one)]
+    assert run(["generate", "base", "--tokens", "1", *more]) == 2
+    assert says in capsys.readouterr().err
