@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import chat_model
-from forge_train import ConfigError
 from forge_train_cli.app import run
 from forge_train_tools import open_model
 from forge_train_tools.offline.hf_import import import_checkpoint
