@@ -16,6 +16,7 @@ from hf_layouts import Foreign
 pytestmark = [pytest.mark.dist]
 
 LORA: dict[str, Any] = {
+    "lora.modules": ["*"],  # the embedding and the head too
     "lora.rank": 4,
     "lora.dropout": 0.2,
     "lora.groups": '[{match = "*.v", rank = 2, alpha = 8.0}]',

@@ -15,22 +15,16 @@ from torch import Tensor, nn
 
 import chat_model
 import hf_models
-from forge_train import ConfigError, Job, Model
+from forge_train import ConfigError, Model
 from forge_train.checkpoint.checkpoint import shapes
-from forge_train.compose.compose import compose
-from forge_train.engine import train
-from forge_train.loop.initial import load_initial
 from forge_train_plugins.tuning._lora.adapters import Adapters
 from forge_train_plugins.tuning._lora.peft import Factors
 from forge_train_plugins.tuning.lora import LoRA
-from forge_train_tools.configuration.request import Request
-from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.adapters import export_adapter
-from forge_train_tools.offline.hf_import import import_checkpoint
-from forge_train_tools.offline.hf_request import starting_from
 from forge_train_tools.offline.huggingface import export_checkpoint
-from forge_train_tools.offline.opening import lone_job, open_model
+from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import run_forge
+from lora_models import logits, started, trained
 
 pytestmark = pytest.mark.unit
 
@@ -88,11 +82,14 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"lora.modules": ["*.q", "*.gat"]}, r"lora\.modules: '\*\.gat' matches no linear\. Did you mean '\*\.gate'\?"),
-        ({"lora.modules": ["query"]}, r"'query' matches no linear\. There are \*\.down, "),
+        (
+            {"lora.modules": ["*.q", "*.gat"]},
+            r"lora\.modules: '\*\.gat' matches nothing that lora adapts\. Did you mean '\*\.gate'\?",
+        ),
+        ({"lora.modules": ["query"]}, r"'query' matches nothing that lora adapts\. There are \*\.down, "),
         (
             {"lora.modules": ["*.q"], "lora.groups": [{"match": "*.down", "rank": 1}]},
-            r"lora\.groups: '\*\.down' matches no linear\. There are \*\.q\.",
+            r"lora\.groups: '\*\.down' matches nothing that lora adapts\. There are \*\.q\.",
         ),
         (
             {"lora.groups": [{"match": "*.q", "rank": 1}, {"match": "*.attention.*", "rank": 2}]},
@@ -100,6 +97,14 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
         ),
         ({"lora.groups": [{"match": "*.q"}]}, r"lora\.groups: '\*\.q' changes nothing; set its rank or its alpha"),
         ({"lora.rank": 1000}, r"lora\.rank: 1000 is above a dimension of 'layers\.0\.attention\.q' \("),
+        (
+            {"decoder.tied": True, "lora.modules": ["head"]},
+            r"lora\.modules: 'head\.weight' is tied to 'embedding\.weight'.*Leave it out, or untie them",
+        ),
+        (
+            {"decoder.tied": True, "lora.modules": ["embedding"]},
+            r"lora\.modules: 'embedding\.weight' is tied to 'head\.weight'",
+        ),
         ({"train.init_from": ""}, r"needs a checkpoint that gives the other weights; set train\.init_from"),
     ],
 )
@@ -143,7 +148,8 @@ def test_sizes_scales_and_learning_rates_by_pattern(tmp_path: Path) -> None:
     modules = dict(run.model.named_modules())
     for name, rank, alpha in (("attention.v", 2, 6), ("feed_forward.up", 4, 3), ("attention.q", 4, 6)):
         one: Any = modules[f"layers.0.{name}"]
-        assert (one.lora_A.shape[0], one.lora_B.shape[1], one.lora_scale) == (rank, rank, alpha / math.sqrt(rank))
+        assert (one.lora_A.shape[0], one.lora_B.shape[1]) == (rank, rank)
+        assert one.lora_scales == {"weight": alpha / math.sqrt(rank)}
     rates = {id(one): group["initial_lr"] for group in run.optimizer.param_groups for one in group["params"]}
     v: Any = modules["layers.1.attention.v"]
     assert rates[id(v.lora_B)] == pytest.approx(16 * rates[id(v.lora_A)])
@@ -155,27 +161,13 @@ def test_an_optimizer_that_reads_no_factors_is_refused(tmp_path: Path) -> None:
         run_forge(("lora",), {**FREE, "lora.lr_ratio": 3.0, "adamw.groups": groups}, folder=tmp_path)
 
 
-def trained(folder: Path, *settings: str, dtype: torch.dtype | None = None) -> Path:
-    """A run of some steps on adapters of an imported model, `folder/hf`."""
-    folder.mkdir(exist_ok=True)
-    chat_model.write_model(folder / "hf")
-    imported = import_checkpoint(folder / "hf", folder / "base", dtype=dtype).path
-    (folder / "text.txt").write_text("say one two three\n" * 200)
-    short = ("train.steps=3", "train.global_batch=2", "train.sequence=16", "train.evaluate_every=0")
-    request = Request(
-        config=str(imported / "config.toml"),
-        plugins=("lora",),
-        without=("console", "tensorboard"),
-        set=(*short, "adamw.lr=0.05", "run.device=cpu", f"text.path={folder / 'text.txt'}", *settings),
-    )
-    return train(resolve(request), run_dir=folder / "runs").run
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_an_export_is_merged(tmp_path: Path, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "modules"), [(None, ["*.attention.*", "embedding", "head"]), (torch.bfloat16, ["*.down"])]
+)
+def test_an_export_is_merged(tmp_path: Path, dtype: torch.dtype | None, modules: list[str]) -> None:
     """Its logits are those of the run; the dtype is the base's."""
     transformers = pytest.importorskip("transformers")
-    run = trained(tmp_path, dtype=dtype)
+    run = trained(tmp_path, f"lora.modules={modules}", "adamw.lr=0.02", dtype=dtype)
     export_checkpoint(run, tmp_path / "out")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert merged.dtype is (dtype or torch.float32)
@@ -188,7 +180,7 @@ def test_an_export_is_merged(tmp_path: Path, dtype: torch.dtype | None) -> None:
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 if dtype is None else 0.05)
 
 
-@pytest.mark.parametrize("linears", [(), ("*.q", "layers.1.*.down")])
+@pytest.mark.parametrize("linears", [(), ("*.q", "layers.1.*.down", "embedding", "head")])
 def test_peft_loads_the_adapter_alone(tmp_path: Path, linears: tuple[str, ...]) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     settings = ["lora.rank=4", "lora.groups=[{match = 'layers.1.*', rank = 2, alpha = 5.0}]", "lora.rslora=true"]
@@ -209,7 +201,7 @@ def test_peft_loads_the_adapter_alone(tmp_path: Path, linears: tuple[str, ...]) 
 
 def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
     """It begins with the stored factors, and is written again as it was."""
-    first = trained(tmp_path / "one", "lora.rank=4", "lora.alpha=6.0", "lora.modules=['*.q', '*.down']")
+    first = trained(tmp_path / "one", "lora.rank=4", "lora.alpha=6.0", "lora.modules=['*.q', '*.down', 'embedding']")
     export_adapter(first, tmp_path / "adapter")
     folder = f"lora.adapter={tmp_path / 'adapter'}"
     second = trained(tmp_path / "two", folder, "train.steps=1", "adamw.lr=1e-30", "adamw.weight_decay=0")
@@ -222,7 +214,7 @@ def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
     for change, says in (
         ({"use_dora": True}, "use_dora is True, which lora can't continue"),
         ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern is \{'q_proj': 2\}, which lora can't continue"),
-        ({"r": 3}, r"lora\.rank: .* holds 4 rows for 'layers\.0\.attention\.q', and the run has 3"),
+        ({"r": 3}, r"lora\.rank: .* holds 4 rows for 'embedding', and the run has 3"),
     ):
         (tmp_path / "again" / "adapter_config.json").write_text(json.dumps(configs[1] | change))
         with pytest.raises(ConfigError, match=says):
@@ -241,32 +233,6 @@ def test_an_adapter_of_fused_projections_has_no_place(tmp_path: Path, base: Path
         export_adapter(base, tmp_path / "out")
 
 
-def test_an_export_that_would_change_the_embedding_is_refused(base: Path, tmp_path: Path) -> None:
-    """By `merge_weights`: a tied head has no weight of its own."""
-    tied = run_forge((), {"decoder.tied": True}, steps=1, folder=tmp_path / "tied").run
-    run = tuned(tmp_path, tied, {"decoder.tied": True, "lora.modules": ["head"]}).run
-    with pytest.raises(ConfigError, match=r"Plugin 'lora' can't merge .*\s+head\.weight: missing"):
-        export_checkpoint(run, tmp_path / "out")
-
-
-def logits(model: Model, ids: Tensor) -> Tensor:
-    (part,) = model.parts
-    head: Any = part.head
-    found: Tensor = head(part(ids))
-    return found
-
-
-def started(folder: Path, *settings: str, plugins: tuple[str, ...] = ()) -> tuple[Job, Model]:
-    """A folder's model with adapters."""
-    values = ("checkpoint.only=[]", "run.device=cpu", *settings)
-    request = Request(model_from=str(folder), plugins=("lora", *plugins), set=values)
-    setup = resolve(starting_from(request), data=False)
-    job = lone_job(setup, folder)
-    model = compose(job).model
-    load_initial(model, job)
-    return job, model
-
-
 @pytest.mark.parametrize(("kind", "rslora"), [("llama", False), ("cohere", True)])
 def test_logits_and_gradients_are_those_of_peft(tmp_path: Path, kind: str, rslora: bool) -> None:
     """A family of `decoder`, and a class of `hf`."""
@@ -279,17 +245,20 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path: Path, kind: str, rslor
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     ranks = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}}
-    wanted = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_rslora=rslora, **ranks)
+    named = ["lm_head", "embed_tokens"] if kind == "llama" else []  # which cohere ties
+    adapted = [name for name, _ in theirs.named_modules() if name.endswith(("_proj", *named))]
+    wanted = peft.LoraConfig(r=4, lora_alpha=8, target_modules=adapted, use_rslora=rslora, **ranks)
     theirs = peft.get_peft_model(theirs, wanted)
     value = "v" if kind == "llama" else "v_proj"
     own = (f"lora.groups=[{{match = '*.{value}', rank = 2, alpha = 3.0}}]", f"lora.rslora={str(rslora).lower()}")
+    own += ("lora.modules=['*']",) if named else ()
     _, model = started(folder, "lora.rank=4", "lora.alpha=8.0", *own, plugins=() if kind == "llama" else ("hf",))
     pairs = dict(paired(theirs, model))
-    assert len(pairs) == 2 * 2 * 7
+    assert len(pairs) == 2 * (2 * 7 + len(named))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for one, other in pairs.values():
-            one.copy_(torch.randn(one.shape, generator=generator) * 0.3)
+            one.copy_(torch.randn(one.shape, generator=generator) * 0.2)
             other.copy_(one)
     ids = torch.arange(24).view(2, 12)
     found, expected = logits(model, ids), theirs(ids).logits
@@ -301,12 +270,13 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path: Path, kind: str, rslor
 
 
 def paired(theirs: nn.Module, model: Model) -> Any:
-    """Their factors, and ours of the same linear."""
+    """Their factors, and ours of the same weight."""
     calls = {"self_attn": "attention", "mlp": "feed_forward", "q_proj": "q", "k_proj": "k", "v_proj": "v"}
     calls |= {"o_proj": "o", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+    calls |= {"lm_head": "head", "embed_tokens": "embedding"}
     ours = dict(model.named_parameters())
     for name, one in theirs.named_parameters():
         if one.requires_grad:
-            path = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+            path = name.removeprefix("base_model.model.").removesuffix(".weight").removesuffix(".default")
             family = ".".join(calls.get(part, part) for part in path.removeprefix("model.").split("."))
             yield path, (one, ours[path if path in ours else family])

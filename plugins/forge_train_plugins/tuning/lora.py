@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from forge_train_kit.hf import HFAdapter
     from forge_train_kit.state_map import StateMap
 
-ADDED = ("*.lora_A", "*.lora_B")
-"""Patterns of the parameters that it adds."""
+ADDED = "*lora_*"
+"""Pattern of the parameters that it adds."""
 
 
 @section
 class Group:
-    """Linears whose names match a pattern, and their own rank and alpha: an item of `groups`."""
+    """Weights whose names match a pattern, and their own rank and alpha: an item of `groups`."""
 
     match: str
     """Names, with `*`, `?` and `[…]` as in a shell: `layers.*.attention.*`. `*` matches dots too."""
@@ -31,10 +31,11 @@ class Group:
 
 
 class LoRA(Plugin):
-    """Trains low-rank updates of linear layers, `W x + scale · B A x`, and freezes everything else (arXiv:2106.09685).
+    """Trains low-rank updates of weights, `W x + scale · B A x`, and freezes everything else (arXiv:2106.09685).
 
-    `A` and `B` are parameters of the linear itself, `lora_A` and `lora_B`, and split as its weight is. Checkpoints hold
-    only them, and name the base: the checkpoint in `train.init_from`.
+    Linears, embeddings and experts have updates; each expert of a stack has its own. `A` and `B` are parameters of the
+    module itself, such as `lora_A` and `lora_B`, and split as its weight is. Checkpoints hold only them, and name the
+    base: the checkpoint in `train.init_from`.
     """
 
     api = (1, 0)
@@ -49,22 +50,24 @@ class LoRA(Plugin):
     @section
     class Config:
         modules: tuple[str, ...] = ()
-        """Patterns of linears to adapt, such as `*.q`; each must match one. Empty means all linears in the model's
-        units: those of attention and of feed-forward blocks."""
+        """Patterns of linears, embeddings and stacks of experts to adapt, such as `*.q`, `head` or `*.experts.up`; each
+        must match one. Empty means all linears and stacks in the model's units: those of attention and of feed-forward
+        blocks."""
         rank: Annotated[int, Gt(0)] = 16
         """Rows of `A`, and columns of `B`."""
         alpha: Annotated[float, Gt(0)] = 32.0
         """Numerator of the scale, which is alpha / rank."""
         groups: tuple[Group, ...] = ()
-        """Linears by pattern, with a rank or an alpha of their own."""
+        """Weights by pattern, with a rank or an alpha of their own."""
         rslora: bool = False
         """Scale by alpha / √rank (rank-stabilised, arXiv:2312.03732)."""
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
-        """Of the input of `A`."""
+        """Of the input of `A` of a linear. Experts have none."""
         adapter: Annotated[str, FilePath()] = ""
-        """A folder of PEFT whose updates the run begins with; its rank, alpha and linears are then those of the run."""
+        """A folder of PEFT whose updates the run begins with; its rank, alpha and weights are then those of the run."""
         lr_ratio: Annotated[float, Gt(0)] = 1.0
-        """Learning rate of `B` as a multiple of that of `A` (LoRA+, arXiv:2402.12354, recommends about 16)."""
+        """Learning rate of `B` as a multiple of that of `A`, except in embeddings (LoRA+, arXiv:2402.12354, recommends
+        about 16)."""
 
     config: Config
 
@@ -78,13 +81,13 @@ class LoRA(Plugin):
         from ._lora.folder import Folder
 
         own = Folder(config.adapter).implied if config.adapter else {}
-        return {"train.init_missing": list(ADDED), "checkpoint.only": list(ADDED), **own}
+        return {"train.init_missing": [ADDED], "checkpoint.only": [ADDED], **own}
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
         for key in ("modules", "groups") if self.config.adapter else ():
             if getattr(self.config, key):
-                yield Problem(f"lora.{key}", "has no effect with lora.adapter, which names its linears itself.")
+                yield Problem(f"lora.{key}", "has no effect with lora.adapter, which names its weights itself.")
         for group in self.config.groups:
             if group.rank is None and group.alpha is None:
                 yield Problem("lora.groups", f"{group.match!r} changes nothing; set its rank or its alpha.")
@@ -103,10 +106,10 @@ class LoRA(Plugin):
         return Merge(self.config)
 
     @hookimpl
-    def export_adapter(self, modules: Mapping[str, str]) -> HFAdapter:
+    def export_adapter(self, modules: Mapping[str, str], job: Job) -> HFAdapter:
         from ._lora.peft import adapter
 
-        return adapter(self.config, self._adapters.adapted, modules)
+        return adapter(self.config, job, self._adapters.adapted, self._adapters.stored, modules)
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""The transform: which linears get which update."""
+"""The transform: which weights get which update."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from forge_train import Applied, ConfigError
+from forge_train import Applied, ConfigError, MicroBatch
 from forge_train.base.errors import nearest
 from forge_train.base.format import format_list
-from forge_train_kit.hf.start import exported, same_modules
+from forge_train.mesh.tensors import local
 from forge_train_kit.model import Dropout
 from forge_train_kit.state_map.views import Stored
 
 from .folder import Folder
-from .layers import LowRank, adapt
+from .layers import Adapted, LowRank, adapt
 from .sizes import size
+from .sources import Source, sources
+from .targets import Target, targets
 
 if TYPE_CHECKING:
     from forge_train import Job, Model
@@ -35,33 +36,47 @@ class Adapters:
     def __init__(self, config: LoRA.Config, job: Job) -> None:
         self.config, self.job = config, job
         self.folder = Folder(config.adapter) if config.adapter else None
-        self._linears: list[str] = []
+        self._found: list[str] = []
         self._placed: set[str] = set()
         self._unchecked: dict[str, nn.Parameter | None] = {}
+        self._summed: list[tuple[nn.Module, str]] = []
+        self._parameters: list[nn.Parameter] = []
         self.adapted: list[str] = []
-        """Names of the linears on this rank that have an update."""
+        """Names of the linears, embeddings and stacks on this rank that have an update."""
+        self.stored: dict[str, Stored] = {}
+        """Parameters of the model without updates on this rank."""
 
     def apply(self, part: nn.Module) -> Applied:
-        """Freeze a part, and add updates to those of its linears that the section names.
+        """Freeze a part, and add updates to those of its weights that the section names.
 
         Raises:
-            ConfigError: for a pattern that matches nothing, and for a rank above a dimension.
+            ConfigError: for a pattern that matches nothing, a rank above a dimension, and a weight that can't have an
+                update.
         """
         part.requires_grad_(False)
-        found = linears(part)
-        given = self._given(part)
-        taken = [name for name in found if (name in given if self.folder else self._takes(name, part))]
-        self._placed |= {given[name] for name in taken if name in given}
-        self._linears += found
+        self.stored |= {name: Stored(tuple(one.shape), one.dtype, name) for name, one in part.named_parameters()}
+        found = targets(part)
+        given = sources(self.folder, self.job, self.stored, self.config) if self.folder else {}
+        taken = [name for name in found if (name in given if self.folder else self._takes(found[name], part))]
+        self._placed |= {given[name].key for name in taken if name in given}
+        self._found += found
         self.adapted += taken
         if self.job.dist.layout.pp == 1:
-            self._expect_matches(self._linears, self.adapted)
+            self._expect_matches(self._found, self.adapted)
             self._expect_places(self._placed)
+        _expect_untied(part, [found[name] for name in taken])
         for name in taken:
-            self._adapt(name, found[name], given.get(name, ""))
-        added = tuple(f"{name}.{factor}" for name in taken for factor in ("lora_A", "lora_B"))
+            self._adapt(found[name], given.get(name))
+        added = tuple(_path(found[name], factor) for name in taken for factor in found[name].factors)
         ranks = sorted({size(self.config, name)[0] for name in taken})
-        return Applied(part, tuple(taken), f"{len(taken)} linears of rank {' and '.join(map(str, ranks))}", added=added)
+        return Applied(
+            part,
+            tuple(taken),
+            f"{len(taken)} weights, rank {' and '.join(map(str, ranks))}",
+            added=added,
+            on_micro_batch=self._look_up,
+            after_backward=self._sum,
+        )
 
     def begin(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
         """The run begins: patterns are judged over all stages of a pipeline, and the optimizer's groups are looked at.
@@ -70,22 +85,23 @@ class Adapters:
             ConfigError: for a pattern that matches nothing, and for an optimizer without learning rates by parameter.
         """
         if self.job.dist.layout.pp > 1:
-            names = self.job.dist.gather_objects((self._linears, self.adapted, self._placed))
+            names = self.job.dist.gather_objects((self._found, self.adapted, self._placed))
             found, adapted, placed = (itertools.chain(*one) for one in zip(*names, strict=True))
             self._expect_matches(found, adapted)
             self._expect_places(placed)
         rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
-        modules = [one for one in model.named_modules() if isinstance(one[1], LowRank)]
+        modules = [(name, one) for name, one in model.named_modules() if isinstance(one, Adapted)]
         for name, module in modules:
-            first, second = (rates.get(id(module._parameters[factor])) for factor in ("lora_A", "lora_B"))
-            if first and second and not math.isclose(second, first * self.config.lr_ratio, rel_tol=1e-6):
-                raise ConfigError(
-                    f"lora.lr_ratio: lora_B of {name!r} learns at {second:g}, and its lora_A at {first:g}: the "
-                    "optimizer does not read `lr_factors`, or its groups change one of the two.",
-                    key="lora.lr_ratio",
-                )
-
-        self._unchecked = {name: module._parameters["lora_B"] for name, module in modules}
+            for b, ratio in module.lr_factors.items():
+                first, second = (rates.get(id(module._parameters[f"{b[:-1]}{factor}"])) for factor in "AB")
+                if first and second and not math.isclose(second, first * ratio, rel_tol=1e-6):
+                    raise ConfigError(
+                        f"lora.lr_ratio: {b} of {name!r} learns at {second:g}, and its lora_A at {first:g}: the "
+                        "optimizer does not read `lr_factors`, or its groups change one of the two.",
+                        key="lora.lr_ratio",
+                    )
+        linears = {name: one for name, one in modules if isinstance(one, LowRank)}
+        self._unchecked = {name: one._parameters["lora_B"] for name, one in linears.items()}
 
     def check_used(self) -> None:
         """After the first backward pass.
@@ -103,14 +119,15 @@ class Adapters:
             )
         self._unchecked = {}
 
-    def _takes(self, name: str, part: nn.Module) -> bool:
+    def _takes(self, target: Target, part: nn.Module) -> bool:
         if self.config.modules:
-            return any(fnmatchcase(name, pattern) for pattern in self.config.modules)
-        return name.startswith(tuple(f"{unit}." for unit in getattr(part, "units", ())))
+            return any(fnmatchcase(target.name, pattern) for pattern in self.config.modules)
+        units = tuple(f"{unit}." for unit in getattr(part, "units", ()))
+        return target.name.startswith(units) and not target.is_embedding
 
-    def _expect_matches(self, linears: Iterable[str], adapted: Iterable[str]) -> None:
+    def _expect_matches(self, found: Iterable[str], adapted: Iterable[str]) -> None:
         given: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
-            "lora.modules": (self.config.modules, [*linears]),
+            "lora.modules": (self.config.modules, [*found]),
             "lora.groups": ([group.match for group in self.config.groups], [*adapted]),
         }
         for key, (patterns, names) in given.items():
@@ -118,54 +135,77 @@ class Adapters:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     ends = sorted({f"*.{name.rpartition('.')[2]}" for name in names})
                     hint = nearest(pattern, [*ends, *names]) or f" There are {format_list(ends)}."
-                    raise ConfigError(f"{key}: {pattern!r} matches no linear.{hint}", key=key)
-
-    def _given(self, part: nn.Module) -> dict[str, str]:
-        """Linear → the name that `lora.adapter` has for it."""
-        if self.folder is None:
-            return {}
-        layout = exported(self.job)
-        if layout is None:
-            raise ConfigError("lora.adapter: no plugin knows the Hugging Face names of this model (export_hf).")
-        stored = {name: Stored(tuple(one.shape), one.dtype, name) for name, one in part.named_parameters()}
-        known = set(self.folder.modules)
-        return {own: theirs for own, theirs in same_modules(layout, stored).items() if theirs in known}
+                    raise ConfigError(f"{key}: {pattern!r} matches nothing that lora adapts.{hint}", key=key)
 
     def _expect_places(self, placed: Iterable[str]) -> None:
         if self.folder is not None and (lost := sorted({*self.folder.modules} - {*placed})):
             raise ConfigError(
-                f"lora.adapter: {self.folder.path} updates {format_list(lost)}, which this model has no linear for.",
+                f"lora.adapter: {self.folder.path} updates {format_list(lost)}, which this model has no place for.",
                 key="lora.adapter",
             )
 
-    def _adapt(self, name: str, module: nn.Linear, theirs: str) -> None:
-        rank, scale = size(self.config, name)
-        rows, columns = module.weight.shape
+    def _adapt(self, target: Target, source: Source | None) -> None:
+        name, (rank, scale) = target.name, size(self.config, target.name)
+        *_, rows, columns = target.weight.shape
         if rank > min(rows, columns):
             raise ConfigError(
                 f"lora.rank: {rank} is above a dimension of {name!r} ({columns} → {rows}). Set a lower rank, or one "
-                "for this linear in lora.groups.",
+                "for it alone in lora.groups.",
                 key="lora.rank",
             )
+        if target.is_stack:
+            self._check_stack(target)
         dropout = Dropout(self.config.dropout, self.job, f"{name}.lora") if self.config.dropout else None
-        adapt(module, rank, scale, dropout, self.config.lr_ratio)
-        if self.folder is not None:
-            if (held := len(self.folder.read(theirs, "lora_A"))) != rank:
-                raise ConfigError(
-                    f"lora.rank: {self.folder.path} holds {held} rows for {name!r}, and the run has {rank}.",
-                    key="lora.rank",
-                )
-            module.lora_read = partial(self.folder.read, theirs)  # type: ignore[assignment]
+        if source is not None:
+            source.check(name, rank)
+        adapt(target, rank, scale, dropout, self.config.lr_ratio, source.read if source else None)
+        if target.is_stack and self.job.dist.layout.etp > 1:
+            # The factor that is whole beside a split one has seen some features of each expert.
+            (_, inner), (a, b) = target.module.expert_plan()[target.key], target.factors
+            self._summed.append((target.module, a if inner == 1 else b))
+
+    def _check_stack(self, target: Target) -> None:
+        if self.config.dropout:
+            raise ConfigError(
+                f"lora.dropout: {target.name!r} is a stack of experts, whose input has no order of tokens for a mask. "
+                "Set lora.dropout = 0, or leave stacks out of lora.modules.",
+                key="lora.dropout",
+            )
+        if getattr(target.module, "is_transposed", False):
+            raise ConfigError(
+                f"lora.modules: {target.name!r} holds the matrix of each expert transposed, which lora can't adapt. "
+                "Name patterns that leave it out.",
+                key="lora.modules",
+            )
+
+    def _look_up(self, micro: MicroBatch | None = None) -> None:
+        """Before the first forward: later on a SHARD transform may show other parameters than the optimizer has."""
+        if not self._parameters:
+            self._parameters = [module.get_parameter(name) for module, name in self._summed]
+
+    def _sum(self) -> None:
+        """Sum gradients of factors that every rank of an expert has whole."""
+        gradients = [local(one.grad) for one in self._parameters if one.grad is not None]
+        if gradients:
+            flat = torch.cat([one.reshape(-1) for one in gradients])
+            torch.distributed.all_reduce(flat, group=self.job.dist.mesh("expert", "etp").get_group())
+            pieces = torch.split(flat, [one.numel() for one in gradients])
+            torch._foreach_copy_(gradients, [new.view_as(one) for new, one in zip(pieces, gradients, strict=True)])
 
 
-def linears(part: nn.Module) -> dict[str, nn.Linear]:
-    """The linears of a part by name, without those whose weight torch's own attention reads past their forward."""
-    hidden = {
-        f"{path}.{name}"
-        for path, module in part.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for name, _ in module.named_modules()
-    }
-    return {
-        name: module for name, module in part.named_modules() if isinstance(module, nn.Linear) and name not in hidden
-    }
+def _path(target: Target, factor: str) -> str:
+    return f"{target.name.rpartition('.')[0] if target.is_stack else target.name}.{factor}"
+
+
+def _expect_untied(part: nn.Module, taken: Sequence[Target]) -> None:
+    names: dict[int, list[str]] = {}
+    for name, one in part.named_parameters(remove_duplicate=False):
+        names.setdefault(id(one), []).append(name)
+    for target in taken:
+        own = f"{target.name}.weight"
+        if other := next((one for one in names[id(target.weight)] if one != own and not target.is_stack), ""):
+            raise ConfigError(
+                f"lora.modules: {own!r} is tied to {other!r}, so an update of one can't be merged into it without "
+                "changing the other. Leave it out, or untie them.",
+                key="lora.modules",
+            )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,16 +16,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
+FACTOR = re.compile(re.escape(PREFIX) + r"(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (None, False),
     "bias": (None, "none"),
     "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
     "fan_in_fan_out": (None, False),
     "layer_replication": (None, []),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
 }
 """Key of `adapter_config.json` → the values that are understood here."""
@@ -45,11 +45,14 @@ class Folder:
             self.config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"lora.adapter: {file} is not JSON: {error}.", key="lora.adapter") from error
+        self.parameters: tuple[str, ...] = tuple(self.config.get("target_parameters") or ())
+        """Ends of the names of parameters that it updates: stacks of experts."""
         for key, values in PLAIN.items():
             if (found := self.config.get(key)) not in values:
-                raise ConfigError(
-                    f"lora.adapter: {file}: {key} is {found!r}, which lora can't continue.", key="lora.adapter"
-                )
+                raise _unknown(file, key, found)
+        for key in ("rank_pattern", "alpha_pattern"):
+            if not all(any(re.fullmatch(one, name) for name in self.parameters) for one in self.config.get(key) or ()):
+                raise _unknown(file, key, self.config[key])
 
     @property
     def implied(self) -> dict[str, Any]:
@@ -58,23 +61,40 @@ class Folder:
         return {f"lora.{own}": self.config[key] for own, key in keys.items() if key in self.config}
 
     @cached_property
-    def modules(self) -> tuple[str, ...]:
-        """Names, in Hugging Face layout, of the linears that it updates."""
+    def _names(self) -> dict[tuple[str, str], str]:
+        """Module and factor, `A` or `B` → name of the tensor."""
         from safetensors import safe_open
 
         with safe_open(self.tensors, "pt") as file:
-            names = [*file.keys()]
-        ends = (".lora_A.weight", ".lora_B.weight")
-        if odd := [name for name in names if not (name.startswith(PREFIX) and name.endswith(ends))]:
+            found = {name: FACTOR.fullmatch(name) for name in file.keys()}  # noqa: SIM118 — no mapping
+        if odd := [name for name, match in found.items() if match is None]:
             raise ConfigError(
                 f"lora.adapter: {self.tensors} holds {odd[0]!r}, which lora can't continue.", key="lora.adapter"
             )
-        return tuple(name.removeprefix(PREFIX).removesuffix(ends[0]) for name in names if name.endswith(ends[0]))
+        return {(match[1], match[2] or match[3]): name for name, match in found.items() if match is not None}
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules, named as in PEFT, that have an update."""
+        return tuple(module for module, factor in self._names if factor == "A")
 
     def read(self, module: str, factor: str) -> Tensor:
-        """A factor of a linear's update, in fp32."""
+        """A factor of an update, `A` or `B`, in fp32."""
         from safetensors import safe_open
 
         with safe_open(self.tensors, "pt") as file:
-            found: Tensor = file.get_tensor(f"{PREFIX}{module}.{factor}.weight").float()
+            found: Tensor = file.get_tensor(self._names[module, factor]).float()
         return found
+
+    def scale(self, parameter: str) -> float:
+        """The scale of the update of a stack of experts."""
+        rank, alpha = self._size("rank_pattern", "r", parameter), self._size("alpha_pattern", "lora_alpha", parameter)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _size(self, patterns: str, key: str, parameter: str) -> float:
+        table: Mapping[str, float] = self.config.get(patterns) or {}
+        return next((value for one, value in table.items() if re.fullmatch(one, parameter)), self.config.get(key, 8))
+
+
+def _unknown(file: Path, key: str, value: Any) -> ConfigError:
+    return ConfigError(f"lora.adapter: {file}: {key} is {value!r}, which lora can't continue.", key="lora.adapter")

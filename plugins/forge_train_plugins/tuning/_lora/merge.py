@@ -13,24 +13,31 @@ from .sizes import size
 if TYPE_CHECKING:
     from torch import Tensor
 
+KINDS = {".lora_A": (".weight", False), "_lora_A": ("", False), ".lora_embedding_A": (".weight", True)}
+"""End of a factor's name → end of the weight's name, and whether its update is transposed."""
+
 
 @dataclass(frozen=True, eq=False)
 class Sum(View):
-    """`W + scale · B A`, computed in fp32 and rounded once to the weight's dtype."""
+    """`W + scale · B A`, computed in fp32 and rounded once to the weight's dtype; a stack has one such sum of each
+    expert. The update of an embedding is transposed."""
 
     weight: View
     a: View
     b: View
     scale: float
+    transposed: bool
 
     def needs(self, box: Box) -> list[tuple[View, Box]]:
-        rows, columns = box
-        rank = (0, self.a.shape[0])
-        return [(self.weight, box), (self.a, (rank, columns)), (self.b, (rows, rank))]
+        *experts, rows, columns = box
+        into, out = (rows, columns) if self.transposed else (columns, rows)
+        rank = (0, self.b.shape[-1])
+        return [(self.weight, box), (self.a, (*experts, rank, into)), (self.b, (*experts, out, rank))]
 
     def make(self, box: Box, parts: list[Tensor]) -> Tensor:
         weight, a, b = (part.float() for part in parts)
-        return weight.addmm(b, a, alpha=self.scale).to(self.dtype)
+        update = b @ a
+        return weight.add(update.mT if self.transposed else update, alpha=self.scale).to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -40,10 +47,13 @@ class Merge(StateMap):
     config: Any
 
     def apply(self, step: Step) -> None:
-        for name in [one.removesuffix(".lora_A") for one in step.tensors if one.endswith(".lora_A")]:
-            if found := step.take(f"{name}.weight", f"{name}.lora_A", f"{name}.lora_B"):
-                weight, a, b = found
-                step.give(f"{name}.weight", Sum(weight.shape, weight.dtype, weight, a, b, size(self.config, name)[1]))
+        for a in [one for one in step.tensors if one.endswith(("lora_A", "lora_embedding_A"))]:
+            end = next(end for end in KINDS if a.endswith(end))
+            name, (suffix, transposed) = a.removesuffix(end), KINDS[end]
+            if found := step.take(f"{name}{suffix}", a, f"{a[:-1]}B"):
+                weight, first, second = found
+                scale = size(self.config, name)[1]
+                step.give(f"{name}{suffix}", Sum(weight.shape, weight.dtype, weight, first, second, scale, transposed))
 
     def inverse(self) -> NoReturn:
         raise ConfigError("lora: merged weights can't be taken apart again.")

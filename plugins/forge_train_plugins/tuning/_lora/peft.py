@@ -2,48 +2,158 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from forge_train import ConfigError
 from forge_train_kit.hf import HFAdapter
-from forge_train_kit.state_map import StateMap, Step
+from forge_train_kit.hf.start import exported
+from forge_train_kit.state_map import Box, StateMap, Step, View
 
 from .folder import PREFIX
-from .sizes import chosen
+from .sizes import chosen, size
+from .stacks import Fused, ends_of_experts, fused, nested
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_train import Job
+
+ENDS = (".lora_A", ".lora_embedding_A", "_lora_A")
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The updates of stacks that lie in one parameter, as one update: `A` side by side, `B` in blocks.
+
+    Args:
+        fused: the parameter.
+        key: the module that has its factors.
+        ranks: of each stack's update; 0 for a stack without one.
+        scales: of each stack's update, over the scale of the whole.
+    """
+
+    fused: Fused
+    key: str
+    ranks: tuple[int, ...]
+    scales: tuple[float, ...]
+
+    @property
+    def rank(self) -> int:
+        return sum(self.ranks)
+
+    @property
+    def updated(self) -> list[str]:
+        return [name for name, rank in zip(self.fused.pieces, self.ranks, strict=True) if rank]
+
+    def a(self, parts: list[Tensor]) -> Tensor:
+        """`[experts · rank, in]`."""
+        import torch
+
+        return torch.cat(parts, 1).flatten(0, 1)
+
+    def b(self, parts: list[Tensor]) -> Tensor:
+        """`[out, rank · experts]`, of which the experts are inner."""
+        whole = parts[0].new_zeros(self.fused.experts, sum(self.fused.rows), self.rank)
+        row = column = 0
+        left = iter(parts)
+        for rows, rank, scale in zip(self.fused.rows, self.ranks, self.scales, strict=True):
+            if rank:
+                whole[:, row : row + rows, column : column + rank] = next(left) * scale
+            row, column = row + rows, column + rank
+        return whole.permute(1, 2, 0).flatten(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Made(View):
+    """A tensor made of other whole ones."""
+
+    inputs: tuple[View, ...]
+    function: Callable[[list[Tensor]], Tensor]
+
+    @classmethod
+    def of(cls, inputs: Sequence[View], function: Callable[[list[Tensor]], Tensor]) -> Made:
+        import torch
+
+        made = function([torch.empty(one.shape, dtype=one.dtype, device="meta") for one in inputs])
+        return cls(tuple(made.shape), made.dtype, tuple(inputs), function)
+
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        return [(one, tuple((0, size) for size in one.shape)) for one in self.inputs]
+
+    def make(self, box: Box, parts: list[Tensor]) -> Tensor:
+        return self.function(parts)[tuple(slice(*one) for one in box)]
 
 
 @dataclass(frozen=True)
 class Factors(StateMap):
-    """Gives both factors of each linear under PEFT's names.
+    """Gives both factors of each update under PEFT's names.
 
     Args:
-        modules: linear → its name in Hugging Face layout.
+        modules: linear or embedding → its name in Hugging Face layout.
+        stacks: those that lie in one parameter, together.
     """
 
     modules: Mapping[str, str]
+    stacks: Sequence[Stacks] = ()
 
     def apply(self, step: Step) -> None:
-        for name in [one.removesuffix(".lora_A") for one in step.tensors if one.endswith(".lora_A")]:
-            if name not in self.modules:
+        placed = {name for one in self.stacks for name in one.updated}
+        for first in [one for one in step.tensors if one.endswith(ENDS)]:
+            end = next(end for end in ENDS if first.endswith(end))
+            name = first.removesuffix(end)
+            if name not in self.modules and name not in placed:
                 step.wrong.append(
                     f"{name}: its weight has no tensor of its own in Hugging Face layout; export the merged model"
                 )
+            if name in placed or name not in self.modules:
                 continue
-            for factor in ("lora_A", "lora_B"):
-                for view in step.take(f"{name}.{factor}"):
-                    step.give(f"{PREFIX}{self.modules[name]}.{factor}.weight", view)
+            last = "" if "embedding" in end else ".weight"
+            for factor in (end, f"{end[:-1]}B"):
+                for view in step.take(f"{name}{factor}"):
+                    step.give(f"{PREFIX}{self.modules[name]}{factor}{last}", view)
+        for one in self.stacks:
+            for factor, function in (("A", one.a), ("B", one.b)):
+                if parts := step.take(*(f"{name}_lora_{factor}" for name in one.updated)):
+                    step.give(f"{PREFIX}{one.key}.lora_{factor}.weight", Made.of(parts, function))
 
     def inverse(self) -> NoReturn:
         raise ConfigError("lora: the factors of a folder are not renamed back.")
 
 
-def adapter(config: Any, linears: list[str], modules: Mapping[str, str]) -> HFAdapter:
-    """The adapter of these linears; those without a module are named when the map is applied."""
-    named = {name: modules[name] for name in linears if name in modules}
+def adapter(
+    config: Any, job: Job, adapted: Sequence[str], stored: Mapping[str, View], modules: Mapping[str, str]
+) -> HFAdapter:
+    """The adapter of these weights; those without a place are named when the map is applied.
+
+    Args:
+        config: the section.
+        job: the run's.
+        adapted: linears, embeddings and stacks with an update.
+        stored: the model's parameters, without updates.
+        modules: module → its name in Hugging Face layout.
+    """
+    named = {name: modules[name] for name in adapted if name in modules}
     sizes = {theirs: chosen(config, name) for name, theirs in named.items()}
+    layout = exported(job)
+    taken = ends_of_experts(layout, stored) if layout is not None else set()
+    if clash := next((theirs for theirs in named.values() if theirs.rpartition(".")[2] in taken), ""):
+        raise ConfigError(
+            f"lora: peft takes {clash.rpartition('.')[2]!r} for a linear of single experts, and would lose the update "
+            f"of {clash!r} without a sound. Export the merged model, or leave such linears out of lora.modules."
+        )
+    known = fused(job, layout, stored) if layout is not None and {*adapted} - named.keys() else {}
+    stacks = []
+    for theirs, key in nested(known, [name for name, one in known.items() if {*one.pieces} & {*adapted}]).items():
+        pieces = [size(config, name) if name in adapted else (0, 0.0) for name in known[theirs].pieces]
+        rank, first = sum(rank for rank, _ in pieces), next(scale for rank, scale in pieces if rank)
+        ranks, scales = zip(*((rank, scale / first) for rank, scale in pieces), strict=True)
+        stacks.append(Stacks(known[theirs], key, ranks, scales))
+        alpha = first * (math.sqrt(rank) if config.rslora else rank)
+        sizes[theirs] = (rank, alpha)
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -59,7 +169,9 @@ def adapter(config: Any, linears: list[str], modules: Mapping[str, str]) -> HFAd
         "rank_pattern": {re.escape(name): rank for name, (rank, _) in sizes.items() if rank != config.rank},
         "alpha_pattern": {re.escape(name): alpha for name, (_, alpha) in sizes.items() if alpha != config.alpha},
     }
-    return HFAdapter(Factors(modules), described)
+    if stacks:
+        described["target_parameters"] = [one.fused.name for one in stacks]
+    return HFAdapter(Factors(modules, stacks), described)
 
 
 def _targets(adapted: set[str], known: set[str]) -> list[str]:

@@ -1,0 +1,51 @@
+"""`lora` on stacks of experts over several ranks: loss and gradients equal those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compositions
+from crossed import marked
+from forge_train_tools.testing import Verifier
+
+pytestmark = [pytest.mark.dist]
+
+SETTINGS: dict[str, Any] = {
+    "moe.experts": 6,
+    "moe.hidden": 16,
+    "moe.shared": 1,
+    "lora.rank": 4,
+    "lora.alpha": 4.0,
+    "lora.groups": '[{match = "*.experts.up", rank = 2, alpha = 8.0}]',
+    "lora.lr_ratio": 4.0,
+    "train.init_missing": [],  # of random weights, and no checkpoints
+    "checkpoint.only": [],
+    "train.global_batch": 4,
+    "train.micro_batch": 2,
+}
+IDLE = {"moe.experts": 32, "moe.top_k": 1, "moe.normalise": False}
+"""Experts that no token takes."""
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
+    "fsdp2×2": (2, ("fsdp2",), {}),
+    "ep2, experts without tokens": (2, ("ep",), {"parallel.ep": 2, **IDLE}),
+    "ep2, zero1, ac": (2, ("ep", "zero1", "ac"), {"parallel.ep": 2}),
+    "tp2, all experts on each rank": (2, ("tp",), {"parallel.tp": 2}),
+    "etp2": (2, ("ep", "tp"), {"parallel.tp": 2, "parallel.etp": 2}),
+    "ep2×tp2": (4, ("ep", "tp"), {"parallel.ep": 2, "parallel.tp": 2}),
+    "ep2×etp2": (4, ("ep", "tp"), {"parallel.ep": 2, "parallel.tp": 2, "parallel.etp": 2}),
+    "ep2×replicas2": (4, ("ep",), {"parallel.ep": 2, "parallel.dp_replicate": 2, "train.micro_batch": 1}),
+}
+EXTENDED = ("ep2, zero1, ac", "ep2×tp2", "ep2×replicas2")
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))
+def test_a_decoder_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
+    world, plugins, settings = LAYOUTS[layout]
+    model = {key: value for key, value in settings.items() if key.startswith("moe.")}
+    request = compositions._request(composition_file, ("moe", *plugins, "lora"), SETTINGS | settings)
+    alone = compositions._request(composition_file, ("moe", "lora"), {**SETTINGS, **model, "train.micro_batch": 4})
+    verdict = verify(request, world, steps=2, reference=alone)
+    assert verdict.agree, verdict
