@@ -65,12 +65,12 @@ def verified(name: str, arguments: list[str]) -> list[Row]:
 def against_cpu(size: Size, precision: str, plugins: str = "") -> list[Row]:
     """`forge verify --against run.device=cpu`: the same steps on the device and on the CPU."""
     values = {
-        "decoder.dim": 128,
+        "decoder.dim": size.choose(128, 64),
         "decoder.layers": 2,
         "decoder.heads": 2,
         "decoder.kv_heads": 1,
-        "decoder.hidden": 256,
-        "train.sequence": 128,
+        "decoder.hidden": size.choose(256, 96),
+        "train.sequence": size.choose(128, 32),
         "train.global_batch": 4,
         "train.micro_batch": 2,
         "train.precision": precision,

@@ -49,14 +49,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Preset and values of each model."""
 TOY = {
-    "decoder.dim": 64,
-    "decoder.layers": 2,
+    "decoder.dim": 32,
+    "decoder.layers": 1,
     "decoder.heads": 2,
     "decoder.kv_heads": 1,
-    "decoder.hidden": 128,
+    "decoder.hidden": 64,
     "decoder.vocabulary": 512,
-    "decoder.max_sequence": 64,
-    "train.sequence": 64,
+    "decoder.max_sequence": 16,
+    "train.sequence": 16,
     "train.micro_batch": 2,
     "train.global_batch": 2,
 }
@@ -134,7 +134,7 @@ def train(size: Size, model: str, fp8: bool = False, turns: int = 6) -> list[Row
     preset, values = MODELS[model]
     values = {
         **values,
-        **size.choose({}, {**TOY, **({"moe.hidden": 64, "moe.experts": 4} if model == "moe" else {})}),
+        **size.choose({}, {**TOY, **({"moe.hidden": 32, "moe.experts": 4} if model == "moe" else {})}),
         "run.device": size.device,
         "synthetic.isolate": False,
         "train.precision": "bf16",
@@ -150,10 +150,11 @@ def train(size: Size, model: str, fp8: bool = False, turns: int = 6) -> list[Row
         set=tuple(f"{key}={_word(value)}" for key, value in values.items()),
     )
     Probe.made.clear()
+    Probe.product_size = size.choose(0, 64)
     if size.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with suppress(Measured):
-        bench.measure(request, turns=size.choose(turns, 2), probe=f"{__name__}:Probe")
+        bench.measure(request, turns=size.choose(turns, 1), probe=f"{__name__}:Probe")
     (probe,) = Probe.made
     found = probe.result
     steps = probe.step_seconds()

@@ -120,8 +120,8 @@ class Probe(Plugin):
 
     api = (1, 0)
     result: Measured
-    last: int
-    """Step after which the run ends."""
+    last: int  # the step after which the run ends
+    product_size = 0  # rows, see `matmul_speed`
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -139,7 +139,7 @@ class Probe(Plugin):
         )
         loader = job.hooks.build_data("train")
         self.result.data_tokens_per_second = data_speed(loader, train.micro_batch * train.sequence)
-        self.result.matmul_flops = matmul_speed(job)
+        self.result.matmul_flops = matmul_speed(job, size=self.product_size)
         self.result.peak_flops = device_peak(job)
         self._by_hand = ByHand(job, model.parts[0], optimizer, loader)
         self._began, self._wall = self._now(), time.perf_counter()
