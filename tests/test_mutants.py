@@ -108,6 +108,7 @@ def test_planted_mutants_are_killed_and_survivors_reported(tiny: Path, capsys: p
     assert (tiny / "core/sizes.py").read_text(encoding="utf-8") == CODE, "only copies are changed"
 
 
+@pytest.mark.extended
 def test_what_a_log_killed_is_not_judged_again(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--only", "*/sizes.py", "--count", "4", "--bar", "75", "--log", str(tiny / "judged.jsonl"))
     run(tiny, *asked)

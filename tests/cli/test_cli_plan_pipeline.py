@@ -27,7 +27,8 @@ FOUR = (
 PATTERNS = 'adamw.groups=[{match="layers.7.*", lr=0.5}, {match="embedding.*", lr=0.3}]'
 
 
-def test_is_drawn_and_compared(forge: Forge, folder: Path) -> None:
+def test_is_drawn_and_compared(forge: Forge, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fewer, "AFFORDABLE", 0)  # a timeline is the schedule's, whatever is rehearsed
     printed = forge(*FOUR, "--schedules", "--svg", "timeline.svg").out
     assert "4 stages, 4 parts, 8 micro-batches: ranks wait" in printed
     (first,) = [line for line in printed.splitlines() if line.startswith("  rank 0 ")]
@@ -41,8 +42,9 @@ def test_is_drawn_and_compared(forge: Forge, folder: Path) -> None:
     assert "<title>3B7</title>" in picture
 
 
-def test_in_a_script(forge: Forge) -> None:
+def test_in_a_script(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stage in every figure: totals, groups of parameters whose patterns match on one stage only, FLOPs."""
+    monkeypatch.setattr(fewer, "AFFORDABLE", 0)
     made = forge(*FOUR, "-s", "pp.schedule=zbv", "-s", PATTERNS, "--schedules", "--json").json
     whole = forge("plan", "-s", "decoder.layers=8", "-s", PATTERNS, "--json").json
     assert made["parameters"]["total"] == whole["parameters"]["total"]

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
+from crossed import marked
 from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimpl
 from forge_train.registry.discovery import DISTRIBUTION, discover
 from forge_train_kit.data.prepare import Preparation, prepare
@@ -87,8 +88,12 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     return {"decoder.kv_heads": 4} if name == "mla" else {}
 
 
+EXTENDED = ("compile", "fp4", "fsdp2", "mxfp8", "tp", "zero1")
+"""They take longest, and tests/dist trains each of them on several ranks and resumes it."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", marked(BUILT_IN, EXTENDED))
 def test_forges_own_plugins_conform(name: str, tmp_path: Path, ranks: Pool) -> None:
     settings = {**CHEAPER.get(name, {}), **needed(name, tmp_path)}
     strict = name != "hf"  # whose models have no stages

@@ -7,8 +7,7 @@ import math
 import os
 import pickle
 import re
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,16 +96,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def forge(
-    site: Path, *arguments: object, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def forge(site: Path, *arguments: object) -> forge_cli.Ended:
     """A command in a process of its own, to which the packages are installed."""
-    mine = forge_cli.environment(**(environment or {}))
+    mine = forge_cli.environment()
     mine["PYTHONPATH"] = os.pathsep.join([str(site), mine["PYTHONPATH"]])
-    done = subprocess.run(
-        forge_cli.command(*arguments), env=mine, cwd=site, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = forge_cli.forge_process(*arguments, preloaded=True, env=mine, cwd=site)
+    assert done.code == 0, done.out + done.err
     return done
 
 
@@ -129,12 +124,13 @@ def test_trains_like_one_process_and_resumes_on_another_layout(site: Path) -> No
     forge(site, "generate", "runs/two", "--prompt", "the", "--tokens", 2)  # in one process
     forge(site, "train", "mine.toml", "--name", "one", "-s", "train.steps=5")
     said = forge(site, "train", "mine.toml", "--name", "two", "-s", "train.steps=5")
-    assert "pods 2 then, 1 now" in said.stdout + said.stderr
+    assert "pods 2 then, 1 now" in said.out + said.err
     assert losses(site / "runs" / "two") == pytest.approx(losses(site / "runs" / "one"), rel=1e-5)
 
 
+@pytest.mark.extended
 def test_verify_agrees(site: Path) -> None:
-    assert "They agree." in forge(site, "verify", "mine.toml", *TWO, "--steps", 2).stdout
+    assert "They agree." in forge(site, "verify", "mine.toml", *TWO, "--steps", 2).out
 
 
 @pytest.fixture(scope="module")
@@ -148,16 +144,16 @@ def verify(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ver
 
 
 def test_the_check_of_a_plugin_tries_the_axis_of_its_package(site: Path) -> None:
-    assert "✓ agrees with one process (pods = 2)" in forge(site, "plugins", "check", "pods").stdout
+    assert "✓ agrees with one process (pods = 2)" in forge(site, "plugins", "check", "pods").out
 
 
 @pytest.mark.parametrize(
     ("plugins", "sizes"),
     [
         (("fsdp2",), {"dp_shard": 2}),
-        (("fsdp2",), {"dp_replicate": 2}),
-        (("zero1",), {"dp_shard": 2}),
-        (("ddp",), {"dp_shard": 2}),
+        pytest.param(("fsdp2",), {"dp_replicate": 2}, marks=pytest.mark.extended),
+        pytest.param(("zero1",), {"dp_shard": 2}, marks=pytest.mark.extended),
+        pytest.param(("ddp",), {"dp_shard": 2}, marks=pytest.mark.extended),
         (("tp",), {"tp": 2}),
         (("cp",), {"cp": 2}),
         (("pp",), {"pp": 2}),
@@ -176,7 +172,7 @@ def test_goes_with_every_axis_of_forge(
 
 
 def test_plan_shows_it(site: Path) -> None:
-    plan = json.loads(forge(site, "plan", "mine.toml", "--world", 2, *PODS_OF_ONE, "--json").stdout)
+    plan = json.loads(forge(site, "plan", "mine.toml", "--world", 2, *PODS_OF_ONE, "--json").out)
     assert plan["meshes"]["dense"]["pods"] == 2
     assert any(one["axis"] == "pods" for one in plan["communication"])
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from crossed import marked
 from forge_train_tools import planning
 from forge_train_tools.planning import Plan, alike
 from forge_train_tools.planning.growth import Event, grown, rule
@@ -53,10 +54,13 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return make
 
 
-@pytest.mark.parametrize(("world", "plugins", "config"), CASES.values(), ids=CASES)
-def test_a_few_tell_what_all_would(
-    planned: Any, world: int, plugins: tuple[str, ...], config: Mapping[str, Any]
-) -> None:
+EXTENDED = ("none", "fsdp2, tied", "fsdp2, tp", "zero1, bf16", "ac selective", "moe, dense first")
+"""CI has units of every kind, alike and in turns, on one rank and on several."""
+
+
+@pytest.mark.parametrize("case", marked(CASES, EXTENDED))
+def test_a_few_tell_what_all_would(planned: Any, case: str) -> None:
+    world, plugins, config = CASES[case]
     few, shortened = planned(world, plugins, config, 6)
     every, whole = planned(world, plugins, config, 10**6)
     assert (shortened, whole) == (True, False)

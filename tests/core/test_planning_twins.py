@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from crossed import marked
 from forge_train_tools.planning import Plan, fewer, plan, stages
 from forge_train_tools.testing.runs import prepared
 
@@ -32,16 +33,13 @@ CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any], int, int]] = {
 """Ranks, plugins and configuration; how often a stage is composed and rehearsed where two of four may be alike."""
 
 
-@pytest.mark.parametrize(("world", "plugins", "config", "composed", "rehearsed"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", marked(CASES, ["tied, sharded", "a group for the first"]))
 def test_is_the_plan_of_all_stages(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    world: int,
-    plugins: tuple[str, ...],
-    config: Mapping[str, Any],
-    composed: int,
-    rehearsed: int,
+    case: str,
 ) -> None:
+    world, plugins, config, composed, rehearsed = CASES[case]
     monkeypatch.setattr(fewer, "AFFORDABLE", 0)
     calls: list[str] = []
     for name in ("compose", "rehearse"):

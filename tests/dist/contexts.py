@@ -1,6 +1,7 @@
 """Compositions of context parallelism: sizes, methods, and what they are combined with.
 
-The tests take a covering array of pairs, `make verify-all` (benchmarks/verify_all.py) the full product.
+`make test-all` takes a covering array of pairs, CI a part of it that has each value, and `make verify-all`
+(benchmarks/verify_all.py) the full product.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ class Context:
         asked |= {"ac.mode": "full"} if "ac" in extras else {}
         return compositions._request(file, found, asked | settings)
 
-    def reference(self, file: Path) -> Request:
-        """The same model and data in one process."""
+    def reference(self, file: Path, **settings: Any) -> Request:
+        """The same model and data in one process, with more settings of the model."""
         plugins = [*self._kernel, *(["moe"] if "ep" in self.extras else [])]
-        return compositions._request(file, plugins, {**self._model, "train.micro_batch": BATCH})
+        return compositions._request(file, plugins, {**self._model, "train.micro_batch": BATCH} | settings)
 
     @property
     def _kernel(self) -> list[str]:
@@ -124,6 +125,10 @@ def covering(seed: int = compositions.SEED) -> list[Context]:
     return sorted(found, key=lambda one: (one.world, one.size, one.method))
 
 
+def values(one: Context) -> list[tuple[str, Any]]:
+    """Each factor of a context with its value."""
+    return [("size", one.size), ("method", one.method), *((extra, extra in one.extras) for extra in EXTRAS)]
+
+
 def _pairs(one: Context) -> set[Any]:
-    values = [("size", one.size), ("method", one.method), *((extra, extra in one.extras) for extra in EXTRAS)]
-    return set(itertools.combinations(values, 2))
+    return set(itertools.combinations(values(one), 2))

@@ -1,6 +1,7 @@
 """Compositions of pipelines: schedules, ranks, and what they are combined with.
 
-The tests take a covering array of pairs, `make verify-all` (benchmarks/verify_all.py) the full product.
+`make test-all` takes a covering array of pairs, CI a part of it that has each value, and `make verify-all`
+(benchmarks/verify_all.py) the full product.
 """
 
 from __future__ import annotations
@@ -162,6 +163,12 @@ def covering(seed: int = compositions.SEED) -> list[Piped]:
         found.append(max(able, key=lambda one: len(_pairs(one) & missing) / one.world))
         missing -= _pairs(found[-1])
     return sorted(found, key=lambda one: (one.world, SCHEDULES.index(one.schedule)))
+
+
+def values(one: Piped) -> list[tuple[str, Any]]:
+    """Each factor of a pipeline with its value."""
+    extras = [("extra", extra) for extra in one.extras]
+    return [("schedule", one.schedule), ("ranks", one.ranks), ("data", one.data), *extras]
 
 
 def _pairs(one: Piped) -> set[Any]:

@@ -35,7 +35,7 @@ def adapted_file(composition_file: Path) -> Path:
         ("tp2", 2, {"adapters.split": False}),
         ("tp2", 2, WHOLE),
         ("tp2", 2, {**WHOLE, "adapters.split": False, "adapters.frozen": False}),
-        ("tp2×dp2", 4, {}),
+        pytest.param("tp2×dp2", 4, {}, marks=pytest.mark.extended),
     ],
 )
 def test_gradients_beside_split_weights_equal_one_process(

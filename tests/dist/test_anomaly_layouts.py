@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from crossed import marked
 from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist]
@@ -22,7 +23,11 @@ STEPS = 8
 CONFIG = {"train.global_batch": 4, "train.micro_batch": 1, "checkpoint.every": 3, "log.every": 2}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+EXTENDED = ("tp2", "ep2", "pp2")
+"""They take long; tests/plugins/test_anomaly.py has the policies on one process."""
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))
 def test_every_policy_has_its_outcome_on_every_rank(ranks: Pool, tmp_path: Path, layout: str) -> None:
     chance = random.Random(layout)
     at, rank = chance.choice([5, 7]), chance.choice([0, 1])

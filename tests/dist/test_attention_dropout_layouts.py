@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import compositions
+from crossed import marked
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -37,7 +38,11 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 OF_MODEL = ("decoder.", "mla.", "text.")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+EXTENDED = ("cp2, ring, whole rows", "cp2, ulysses", "tp2 × cp2")
+"""CI has tp2 and cp2 apart, and cp2 with two other methods."""
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))
 def test_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
     plugins, settings = LAYOUTS[layout]
     request = compositions._request(composition_file, ("eager", *plugins), MODEL | settings)

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Mapping[str, Any],
     "pp2 × tp2 × ep2 × dp2": (8, ("pp", "tp", "ep"), ("moe",), EXPERTS, {"pp.schedule": "interleaved_1f1b"}),
     "pp2 × cp2 × ep2 × dp2": (8, ("pp", "cp", "ep"), ("moe",), {**EXPERTS, **RICH}, {"pp.schedule": "dualpipe_v"}),
 }  # fmt: skip
-EXTENDED = ("pp2 × cp2 × tp2", "pp2 × cp2 × ep2 × dp2")
+EXTENDED = ("pp2 × cp2 × tp2", "pp2 × cp2 × ep2 × dp2", "pp2 × hsdp 2×2", "pp2 × ep2 × dp2, ZeRO-2")
 """CI has the second in float8, and with it cp beside pp; test_context.py has cp beside tp."""
 
 
@@ -47,6 +47,7 @@ def test_every_axis_agrees_with_one_process(verify: Verifier, composition_file: 
     assert verdict.agree, verdict
 
 
+@pytest.mark.extended
 def test_in_float8_each_gradient_is_that_of_one_process_in_float8(verify: Verifier, composition_file: Path) -> None:
     """Within a hundredth of what float8 changes of it; losses, updates and checkpoints as `forge verify` judges."""
     axes, model, common = ("pp", "cp", "ep"), ("fp8", "moe"), {**BASE, **EXPERTS, **RICH}

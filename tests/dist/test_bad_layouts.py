@@ -107,6 +107,7 @@ def test_a_run_on_a_layout_that_can_not_hold_its_model_stays_as_it_was(decoder: 
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.extended
 def test_a_rank_that_dies_at_start_up_and_in_mid_step_and_one_that_hangs(decoder: str, tmp_path: Path) -> None:
     """Who, of which stage, when, where its log is, and what became of the others."""
     env = environment(PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS / "dist")]))

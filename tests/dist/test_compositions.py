@@ -13,6 +13,7 @@ import pytest
 import compositions
 import forge_cli
 from compositions import IN_CI, LAYOUTS, SEED, Composition
+from crossed import few
 from forge_train import ForgeError
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
@@ -93,12 +94,13 @@ OPTIONS: dict[str, tuple[Composition, Settings, Settings]] = {
 }  # fmt: skip
 ORDERED = dict(sorted(OPTIONS.items(), key=lambda item: item[1][0].world))
 """Those of one number of ranks together: they share a process group."""
+EXTENDED = ("tp, rich, whole sequences", "tp4, rich")
 
 
 @pytest.mark.parametrize(
     ("composition", "layout", "model"),
     [
-        pytest.param(*case, id=name, marks=[pytest.mark.extended] if case[0].world > 4 else [])
+        pytest.param(*case, id=name, marks=[pytest.mark.extended] if case[0].world > 4 or name in EXTENDED else [])
         for name, case in ORDERED.items()
     ],
 )
@@ -116,7 +118,9 @@ def test_options_agree(
 @pytest.mark.parametrize(
     ("composition", "settings"),
     [
-        (Composition("dp2", "full", "one", "tied", "packed"), {"compile.fullgraph": True}),
+        pytest.param(
+            Composition("dp2", "full", "one", "tied", "packed"), {"compile.fullgraph": True}, marks=pytest.mark.extended
+        ),
         (Composition("tp2", "full", "three", "untied", "packed"), {"compile.backend": "aot_eager"}),
         (Composition("dp2", "no ac", "one", "tied", "packed"), {"compile.backend": "aot_eager", **BUDGET}),
         pytest.param(
@@ -149,12 +153,14 @@ def test_one_process_takes_the_micro_batches_of_a_narrow_layout(verify: Verifier
 
 @pytest.mark.parametrize(
     ("layout", "precision", "head"),
-    [
-        *(("dp2", "bf16", "tied"), ("dp2", "fp16", "untied"), ("ddp2", "bf16", "untied"), ("ddp2", "fp16", "tied")),
-        *(("zero1×2", "bf16", "tied"), ("zero1×2", "fp16", "untied"), ("hsdp2×2", "bf16", "tied")),
-        ("tp2", "bf16", "tied"),
-        ("tp2×dp2", "bf16", "untied"),
-    ],
+    few(
+        [
+            *(("dp2", "bf16", "tied"), ("dp2", "fp16", "untied"), ("ddp2", "bf16", "untied"), ("ddp2", "fp16", "tied")),
+            *(("zero1×2", "bf16", "tied"), ("zero1×2", "fp16", "untied"), ("hsdp2×2", "bf16", "tied")),
+            *(("tp2", "bf16", "tied"), ("tp2×dp2", "bf16", "untied")),
+        ],
+        [("dp2", "bf16", "tied"), ("ddp2", "fp16", "tied"), ("zero1×2", "fp16", "untied"), ("tp2", "bf16", "tied")],
+    ),
     ids=plain,
 )
 def test_narrow_layouts_are_near_one_process(

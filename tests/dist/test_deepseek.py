@@ -47,7 +47,8 @@ RUN: dict[str, Any] = {
 STEPS = 6
 
 
-@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("world", [4, 8])
 def test_a_deepseek_v3_trains_resumes_and_is_what_transformers_reads(ranks: Pool, tmp_path: Path, world: int) -> None:
     """On four ranks, experts are spread over the ranks of tp."""
     text = tmp_path / "text"

@@ -37,8 +37,8 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "ep2": (("moe", "ep", "fsdp2"), EXPERTS),
     "compiled": (("fsdp2", "compile"), {"compile.backend": "aot_eager", **PACKED, "decoder.layers": 2}),
 }
-EXTENDED = ("tp2 × cp2, packed", "compiled")
-"""The second takes as long as all the others; CI compiles such layers on one process, in test_delta_net.py."""
+EXTENDED = ("tp2 × cp2, packed", "compiled", "tp2, not along the sequence", "cp2, all layers")
+"""CI has cp2 with `gather`; none of its tests compiles such layers, which takes as long as all the others."""
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))

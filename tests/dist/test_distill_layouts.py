@@ -34,7 +34,7 @@ def teacher(composition_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
         (Composition("ddp2", *UNTIED), {}),
         (Composition("tp2", *UNTIED), {}),
         (Composition("tp2", *TIED), {"tp.loss_parallel": False, "tp.sequence_parallel": False}),
-        (Composition("tp2×dp2", *TIED), {}),
+        pytest.param(Composition("tp2×dp2", *TIED), {}, marks=pytest.mark.extended),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import compositions
+from crossed import marked
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -33,7 +34,11 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+EXTENDED = ("cp2", "fsdp2", "tp2", "ddp")
+"""CI has these axes with more options."""
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))
 def test_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
     plugins, settings = LAYOUTS[layout]
     request = compositions._request(composition_file, plugins, MODEL | settings)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import compositions
+from crossed import marked
 from forge_train import ForgeError
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
@@ -77,7 +78,11 @@ def requests(file: Path, layout: str, kernel: str, model: Settings) -> tuple[Req
     return request, compositions._request(file, (kernel,), own)
 
 
-@pytest.mark.parametrize("case", CASES)
+EXTENDED = ("gemma, packed, tp2", "gemma, packed, cp2", "gemma, ulysses", "others, packed, fsdp2", "width, fsdp2")
+"""CI has every option, and every layout."""
+
+
+@pytest.mark.parametrize("case", marked(CASES, EXTENDED))
 def test_options_of_families_agree_with_one_process(verify: Verifier, composition_file: Path, case: str) -> None:
     request, reference = requests(composition_file, *CASES[case])
     verdict = verify(request, 2, steps=2, reference=reference)

@@ -66,6 +66,7 @@ def test_experts_in_float8_learn_the_quickstart(tmp_path: Path) -> None:
     assert same == composed
 
 
+@pytest.mark.extended
 def test_so_they_do_over_ep_fsdp2_and_tp_in_any_order(ranks: Pool, tmp_path: Path) -> None:
     alone, _ = train(tmp_path, "fp8,moe", 3)
     lines, composed = train(tmp_path, "fp8,moe,ep,fsdp2,tp", 3, *OVER_FOUR, nproc=4)

@@ -30,7 +30,7 @@ def train(ranks: Pool, folder: Path, world: int, plugins: tuple[str, ...], confi
     return reply
 
 
-@pytest.mark.parametrize("plugins", [CLASSES, REGRESSION])
+@pytest.mark.parametrize("plugins", [pytest.param(CLASSES, marks=pytest.mark.extended), REGRESSION])
 def test_sequences_are_learned_alike_on_one_process_and_on_two(
     ranks: Pool, tmp_path: Path, plugins: tuple[str, ...]
 ) -> None:

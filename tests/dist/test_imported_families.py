@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from crossed import marked
 from family_layouts import EXPERTS, FAMILIES, LAYOUTS, Imported, product
 from forge_train_tools.testing import Verifier
 
@@ -36,7 +37,15 @@ CASES = [
 """Of the product, which `make verify-all ARGS=families` takes whole."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+EXTENDED = (
+    *("qwen3, cp2", "gemma3, cp2", "mistral, cp2", "deepseek_v2, cp2", "olmo3, pp2", "olmo2, tp2×dp2"),
+    *("smollm3, cp2", "granite, pp2", "gemma2, tp2×dp2", "mixtral, tp2×dp2", "qwen3_moe, ep2", "phi3, tp2×dp2"),
+    *("gpt2, pp2", "deepseek_v3, pp2"),
+)
+"""Every layout is in CI, and every family on one process, in tests/plugins."""
+
+
+@pytest.mark.parametrize("case", marked(CASES, EXTENDED), ids=str)
 def test_an_imported_model_trains_as_on_one_process(verify: Verifier, composition_file: Path, case: Imported) -> None:
     verdict = verify(case.request(composition_file), case.world, steps=2, reference=case.reference(composition_file))
     assert verdict.agree, verdict

@@ -1,4 +1,7 @@
-"""The quickstart on four processes with fsdp2, tp and ac: one of them is killed, and the run repeats itself exactly."""
+"""The quickstart on four processes with fsdp2, tp and ac: one of them is killed, and the run repeats itself exactly.
+
+CI kills one of two processes, in `test_launch.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import pytest
 from forge_cli import environment, start
 from forge_train.run.records import TIMINGS, read
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.extended, pytest.mark.timeout(900)]
 
 ARGUMENTS = (
     *("train", "--plugins", "fsdp2,tp,ac", "--nproc", 4, "-s", "parallel.tp=2", "--max-restarts", 1, "--name", "run"),

@@ -9,6 +9,7 @@ import pytest
 
 import compositions
 import forge_cli
+from crossed import marked
 from forge_train_tools.testing import Pool, Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -38,7 +39,11 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+EXTENDED = ("tp2", "cp2 gather", "cp2 ulysses")
+"""CI has tp2 with more options, and cp2 with `ring`."""
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))
 def test_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
     plugins, settings = LAYOUTS[layout]
     verdict = verify(compositions._request(composition_file, ("mla", *plugins), MODEL | settings), 2, steps=2)

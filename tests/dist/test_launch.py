@@ -47,6 +47,12 @@ def forge(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+def preloaded(folder: Path, *arguments: str) -> forge_cli.Ended:
+    """As `forge`, from a process that has torch already."""
+    command = ("train", *arguments, "--without", "fsdp2")
+    return forge_cli.forge_process(*command, preloaded=True, cwd=folder, env=environment())
+
+
 def here(folder: Path, *arguments: str, **more: str) -> forge_cli.Ended:
     """As `forge`, launched by this process: its ranks have processes of their own."""
     with contextlib.chdir(folder):
@@ -102,10 +108,10 @@ def test_two_processes_train_as_one_does(two: subprocess.CompletedProcess[str], 
 
 def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "kill", "trouble.at": 5})
-    done = forge(tmp_path, file, "--nproc", "2", "--max-restarts", "1", "--name", "killed")
-    assert done.returncode == 0, done.stderr
-    assert "Rank 1 was killed by SIGKILL" in done.stderr
-    assert "start again (attempt 1 of 1)" in done.stderr
+    done = preloaded(tmp_path, file, "--nproc", "2", "--max-restarts", "1", "--name", "killed")
+    assert done.code == 0, done.err
+    assert "Rank 1 was killed by SIGKILL" in done.err
+    assert "start again (attempt 1 of 1)" in done.err
     run = tmp_path / "runs" / "killed"
     assert numbers(run) == numbers(Path(two.args)), "the rest repeats exactly"
     events = list(records.read(run / "events.jsonl"))
@@ -206,7 +212,8 @@ def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Pa
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "hang", "trouble.at": 2})
-    process = start(tmp_path, file, "--nproc", "2", "--name", "now", "--quiet")
+    command = ("train", file, "--nproc", "2", "--name", "now", "--quiet", "--without", "fsdp2")
+    process = forge_cli.start(*command, preloaded=True, cwd=tmp_path, env=environment())
     while not (tmp_path / "hangs").exists():
         assert process.poll() is None
         time.sleep(0.05)

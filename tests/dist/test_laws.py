@@ -46,7 +46,7 @@ def test_6_every_rank_hears_who_differs_in_what(ranks: Pool) -> None:
     [
         ("fsdp2", ["fsdp2", "ac"], {}),
         ("ddp", ["ddp"], {}),
-        ("tp", ["tp"], {"parallel__tp": 2}),
+        pytest.param("tp", ["tp"], {"parallel__tp": 2}, marks=pytest.mark.extended),
         ("cp", ["cp", "fsdp2"], {"parallel__cp": 2, "text__isolate": False}),
     ],
 )
@@ -62,6 +62,7 @@ def test_9_nothing_is_read_between_logged_steps_on_two_ranks(
         }  # nobody was asked before the first step
 
 
+@pytest.mark.extended
 def test_one_process_trains_on_several_layouts_in_turn(ranks: Pool, tmp_path: Path) -> None:
     """Each with a process group of its own, which is gone when the next begins."""
     for first, second, again in ranks.run(law_cases.layouts_in_turn, 4, timeout=200, folder=str(tmp_path)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import compositions
-from crossed import crossed
+from crossed import few
 from forge_train_tools.testing import Pool, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
@@ -76,7 +77,14 @@ def ends_alone(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return ends
 
 
-@pytest.mark.parametrize(("optimizer", "layout"), crossed(SETTINGS, LAYOUTS))
+IN_CI = [
+    *(("muon", "fsdp2 uneven"), ("muon", "ddp"), ("muon", "fewer experts than ranks")),
+    *(("normuon", "tp × dp"), ("normuon", "uneven stacks of experts")),
+]
+"""test_quantised_layouts.py has `hsdp`, and test_experts.py `ep`."""
+
+
+@pytest.mark.parametrize(("optimizer", "layout"), few([*itertools.product(SETTINGS, LAYOUTS)], IN_CI))
 def test_ends_where_one_process_does(
     ranks: Pool,
     tmp_path: Path,
@@ -95,7 +103,11 @@ def test_ends_where_one_process_does(
 
 
 @pytest.mark.parametrize(
-    ("layout", "optimizer", "settings"), [("fsdp2 uneven", "muon", {"muon.lr": 0.01}), ("tp × dp", "normuon", NORMUON)]
+    ("layout", "optimizer", "settings"),
+    [
+        ("fsdp2 uneven", "muon", {"muon.lr": 0.01}),
+        pytest.param("tp × dp", "normuon", NORMUON, marks=pytest.mark.extended),
+    ],
 )
 def test_resumed_it_repeats_to_the_bit_and_on_another_layout_within_rounding(
     ranks: Pool, tmp_path: Path, layout: str, optimizer: str, settings: Mapping[str, Any]

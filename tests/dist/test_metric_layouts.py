@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import metric_cases
+from crossed import few, marked
 from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist]
@@ -35,38 +36,47 @@ def trained(ranks: Pool, folder: Path, layout: str = "", **more: Any) -> list[di
     return ranks.run(metric_cases.train, world, **arguments, **{"steps": 4, **more})
 
 
-def test_one_process_on_any_layout(ranks: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", marked(LAYOUTS, ["dp2", "tp2", "hsdp"]))
+def test_one_process_on_any_layout(ranks: Pool, tmp_path: Path, layout: str) -> None:
     (alone,) = trained(ranks, tmp_path / "one")
     assert len(alone["lines"]) == 2
     assert {"observing.mean", "observing.spread.p99", "observing.least", "observing.auroc"} <= {*alone["lines"][0]}
     assert not [key for key in alone["lines"][0] if "unused" in key or "histogram" in key]
     (evaluation,) = alone["evaluations"]
     assert evaluation["observing.mean"] != alone["lines"][1]["observing.mean"]
-    for layout in LAYOUTS:
-        for rank in trained(ranks, tmp_path / layout, layout):
-            for one, other in ((alone["lines"], rank["lines"]), (alone["evaluations"], rank["evaluations"])):
-                for right, found in zip(one, other, strict=True):
-                    right, found = ({k: v for k, v in each.items() if "observing" in k} for each in (right, found))
-                    assert found == pytest.approx(right, rel=1e-12), layout
-            assert rank["histograms"] == alone["histograms"], layout
+    for rank in trained(ranks, tmp_path / layout, layout):
+        for one, other in ((alone["lines"], rank["lines"]), (alone["evaluations"], rank["evaluations"])):
+            for right, found in zip(one, other, strict=True):
+                right, found = ({k: v for k, v in each.items() if "observing" in k} for each in (right, found))
+                assert found == pytest.approx(right, rel=1e-12)
+        assert rank["histograms"] == alone["histograms"]
 
 
-def test_a_resume_between_logged_steps(ranks: Pool, tmp_path: Path) -> None:
-    """On the same layout bit for bit, on another one to rounding."""
-    seldom = {"config": {"log.every": 4}}
-    (alone,) = trained(ranks, tmp_path / "alone", **seldom)
-    for layout in ("", "dp2", "tp2dp2"):
-        whole = trained(ranks, tmp_path / f"whole{layout}", layout, **seldom)
-        for stop in (1, 3):
-            folder = tmp_path / f"{layout}{stop}"
-            trained(ranks, folder, layout, stop_at=stop, name="stopped", **seldom)
-            for one, other in zip(whole, trained(ranks, folder, layout, name="stopped", **seldom), strict=True):
-                assert other["numbers"] == one["numbers"]
-    for before, after in (("", "dp3"), ("dp3", "tp2dp2"), ("dp2", "tp2"), ("tp2", "dp2"), ("tp2dp2", "")):
-        folder = tmp_path / f"{before}-{after}"
-        trained(ranks, folder, before, stop_at=3, name="moved", **seldom)
-        for rank in trained(ranks, folder, after, name="moved", **seldom):
-            assert rank["lines"] == [pytest.approx(alone["lines"][0], rel=1e-12)], (before, after)
+SELDOM: dict[str, Any] = {"config": {"log.every": 4}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "stop"),
+    few([("", 1), ("", 3), ("dp2", 1), ("dp2", 3), ("tp2dp2", 1), ("tp2dp2", 3)], [("", 3), ("tp2dp2", 1)]),
+)
+def test_a_resume_between_logged_steps(ranks: Pool, tmp_path: Path, layout: str, stop: int) -> None:
+    """On the same layout bit for bit."""
+    whole = trained(ranks, tmp_path / "whole", layout, **SELDOM)
+    trained(ranks, tmp_path, layout, stop_at=stop, name="stopped", **SELDOM)
+    for one, other in zip(whole, trained(ranks, tmp_path, layout, name="stopped", **SELDOM), strict=True):
+        assert other["numbers"] == one["numbers"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    few([("", "dp3"), ("dp3", "tp2dp2"), ("dp2", "tp2"), ("tp2", "dp2"), ("tp2dp2", "")], [("dp3", "tp2dp2")]),
+)
+def test_a_resume_between_logged_steps_on_another_layout(ranks: Pool, tmp_path: Path, before: str, after: str) -> None:
+    """To rounding."""
+    (alone,) = trained(ranks, tmp_path / "alone", **SELDOM)
+    trained(ranks, tmp_path, before, stop_at=3, name="moved", **SELDOM)
+    for rank in trained(ranks, tmp_path, after, name="moved", **SELDOM):
+        assert rank["lines"] == [pytest.approx(alone["lines"][0], rel=1e-12)]
 
 
 def test_two_messages_for_all_metrics_at_a_logged_step_and_one_for_sums_of_each_rank(

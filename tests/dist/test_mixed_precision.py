@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import compositions
+from crossed import few, marked
 from forge_train import ConfigError, DivergedError, Plugin, StepResult, hookimpl
 from forge_train.plugin import hookspecs
 from forge_train_tools.testing import Pool, Verifier
@@ -125,7 +126,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, ["tp2", "ddp ×2"]))
 def test_rules_count_under_every_sharding(ranks: Pool, tmp_path: Path, layout: str) -> None:
     """Every module computes in its rule's dtype, and the gradients are those of one process to what bf16 leaves."""
     world, plugins, config = LAYOUTS[layout]
@@ -151,7 +152,7 @@ def test_fsdp2_refuses_a_rule_for_one_of_two_that_share_a_weight(train: Any) -> 
         train(2, "bf16", rule)
 
 
-@pytest.mark.parametrize(("world", "plugins"), [(2, ("ddp",)), (3, ("fsdp2",))])
+@pytest.mark.parametrize(("world", "plugins"), few([(2, ("ddp",)), (3, ("fsdp2",))], [(2, ("ddp",))]))
 def test_a_growing_loss_scale_overflows_where_that_of_one_process_does(
     verify: Verifier, composition_file: Path, world: int, plugins: tuple[str, ...]
 ) -> None:

@@ -42,8 +42,12 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "cp2 ring": (2, ("cp", "fsdp2", "eager"), {**CP, "cp.method": "ring"}),
     "cp2, pp2": (4, ("cp", "pp"), CP | PP),
 }
-EXTENDED = ("tp2, whole logits", "pp2, fsdp2", "pp2, fsdp2, tied, two under way", "pp2, ep2 over tp2", "cp2, pp2")
-"""CI has pp2 beside tp2, and each of these axes alone."""
+EXTENDED = (
+    *("tp2", "tp2, tied, not along the sequence", "cp2 gather", "pp2", "pp2, tied", "zero1"),
+    "fsdp2, tied, accumulation",
+    *("tp2, whole logits", "pp2, fsdp2", "pp2, fsdp2, tied, two under way", "pp2, ep2 over tp2", "cp2, pp2"),
+)
+"""CI has pp2 beside tp2, and each of these axes alone, or with more options."""
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))

@@ -56,7 +56,11 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
     "zero1": ("tiny", 4, ("zero1",), {}),
     "zero1 bf16, lion": ("tiny", 4, ("zero1", "lion"), BF16),
 }
-EXTENDED = ("quickstart fsdp2, ac selective", "hsdp", "tp2 × dp2", "ddp bf16", "zero1")
+EXTENDED = (
+    *("one process, ac", "one process, bf16, in three", "quickstart fsdp2", "quickstart fsdp2, ac selective", "hsdp"),
+    "quickstart tp2 × dp2, ac",
+    *("tp2 × dp2", "tp2 × dp2 bf16, tied", "tp2 × dp2, parameters and moments in bf16", "ddp bf16", "zero1"),
+)
 """CI has the same layout in another precision, or another one with the same option."""
 
 
@@ -135,6 +139,7 @@ def test_context_parallelism_sends_what_its_formula_says(planned: Any, method: s
     assert made.expected_bytes["cp"] == pytest.approx(sent + averaged, rel=0.05)
 
 
+@pytest.mark.extended
 def test_the_order_of_plugins_plays_no_part_beside_context_parallelism(planned: Any) -> None:
     names, config = ("cp", "tp", "fsdp2", "ac"), {**TINY, **TP2, "parallel.cp": 2, "ac.mode": "full"}
     made = [planned("tiny", 8, order, config).phases for order in (names, names[::-1], names[2:] + names[:2])]
@@ -142,7 +147,7 @@ def test_the_order_of_plugins_plays_no_part_beside_context_parallelism(planned: 
     assert made[0] == made[1] == made[2]
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("method", marked(["ring", "ulysses"], ["ring"]))
 def test_activations_are_divided_by_the_ranks_of_context_parallelism(planned: Any, method: str) -> None:
     def activations(ranks: int) -> int:
         settings = {"parallel.cp": ranks, "cp.method": method} if ranks > 1 else {}

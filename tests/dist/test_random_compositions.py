@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import random_compositions
+from crossed import marked
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
 from forge_train_tools.verification import Check, Verdict
@@ -30,7 +31,7 @@ def random_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_compositions.write(tmp_path_factory.mktemp("random"))
 
 
-@pytest.mark.parametrize("number", [1, 5, 6])
+@pytest.mark.parametrize("number", marked([1, 5, 6], [1, 6]))
 def test_random_compositions_agree(verify: Verifier, random_file: Path, number: int) -> None:
     one = draw(SEED, number, most=2)
     verdict = verify(one.request(random_file), one.world, steps=2, reference=one.reference(random_file))
@@ -65,6 +66,7 @@ def test_noise_is_told_from_a_fault() -> None:
     assert not explained("updates", 2e-4)
 
 
+@pytest.mark.extended
 def test_a_reward_in_bf16_moves_no_further_on_a_layout_than_by_jitter(verify: Verifier, random_file: Path) -> None:
     """Ranks of tp round a sum in parts: the first loss differs as if weights had been rounded otherwise."""
     settings = {"moe.experts": 12, "moe.top_k": 3, "moe.hidden": 16, "moe.router": "sigmoid", "run.seed": 3}

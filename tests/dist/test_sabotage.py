@@ -1,4 +1,7 @@
-"""Twenty-seven faults, each planted on the layout alone: `forge verify` finds it, says where, and what it is."""
+"""Twenty-seven faults, each planted on the layout alone: `forge verify` finds it, says where, and what it is.
+
+CI takes sixteen of them, and `make test-all` the others, too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 import compositions
+from crossed import marked
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
 
@@ -239,11 +243,19 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+EXTENDED = (
+    *("a factor of experts", "a router that learns nothing", "a capacity of each rank", "another start on rank 0"),
+    *("no clipping", "no weight decay on rank 1", "another β2", "one percent more learning rate"),
+    *("a data position resumed a batch ahead", "weights saved as their average", "an average over other steps"),
+)
+"""CI plants a fault of the same kind."""
+
+
 def test_there_are_twenty_seven() -> None:
-    assert len(FAULTS) == 27
+    assert (len(FAULTS), len(EXTENDED)) == (27, 11)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", marked(FAULTS, EXTENDED))
 def test_a_planted_fault_is_found_and_named(verify: Verifier, composition_file: Path, name: str) -> None:
     fault = FAULTS[name]
     verdict = verify(fault.request(composition_file), 2, steps=3)
@@ -274,7 +286,9 @@ def test_a_norm_that_a_plugin_changes_is_found_where_clipping_hides_it(
     ("plugin", "layout", "settings", "says"),
     [
         ("sabotage:MaxOfSums", FSDP, {}, r"\(max_of_sums\.tokens: 192 and 96\)"),
-        ("sabotage:SummedTwice", FSDP, {}, r"\(summed_twice\.tokens: 192 and 384\)"),
+        pytest.param(
+            *("sabotage:SummedTwice", FSDP, {}, r"\(summed_twice\.tokens: 192 and 384\)"), marks=pytest.mark.extended
+        ),
         ("sabotage:ReplicasTwice", TP, TP2, r"\(replicas_twice\.tokens: 192 and 384\)"),
         ("sabotage:OneRank", FSDP, {}, r"\(one_rank\.rank_one: nan and 1\)"),
     ],
@@ -309,7 +323,9 @@ RIGHT: dict[str, tuple[tuple[str, ...], int, Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "name", marked(RIGHT, ["a key bias, whose gradient is rounding alone", "weights that hardly move"])
+)
 def test_what_is_right_is_not_called_wrong(verify: Verifier, composition_file: Path, name: str) -> None:
     """Where an optimizer makes much of little."""
     plugins, world, settings = RIGHT[name]

@@ -58,7 +58,7 @@ def test_a_signal_counts_also_where_nothing_can_be_told(tmp_path: Path, logger: 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("nproc", "numbers", "code"),
-    [(1, (15, 15), 143), (2, (10,), 75), (2, (2, 15), 143)],
+    [(1, (15, 15), 143), pytest.param(2, (10,), 75, marks=pytest.mark.extended), (2, (2, 15), 143)],
     ids=["alone", "once", "twice"],
 )
 def test_signals_in_processes_of_their_own(tmp_path: Path, nproc: int, numbers: tuple[int, ...], code: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import compositions
+from crossed import marked
 from forge_train import ConfigError
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
@@ -70,7 +71,14 @@ def requests(file: Path, layout: str, kernel: str, model: Settings) -> tuple[Req
     return request, compositions._request(file, needed, own)
 
 
-@pytest.mark.parametrize("case", CASES)
+EXTENDED = (
+    *("sinks, packed, fsdp2", "sinks, packed, ulysses", "sinks, experts, tp2", "learned, packed, tp2"),
+    *("learned, pp2", "learned, cp2", "longrope, packed, tp2"),
+)
+"""CI has every kind of sinks and positions, and every layout."""
+
+
+@pytest.mark.parametrize("case", marked(CASES, EXTENDED))
 def test_sinks_and_positions_agree_with_one_process(verify: Verifier, composition_file: Path, case: str) -> None:
     request, reference = requests(composition_file, *CASES[case])
     verdict = verify(request, 2, steps=2, reference=reference)

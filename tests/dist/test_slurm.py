@@ -1,4 +1,7 @@
-"""The script of `forge launch slurm`, run by bash: two ranks are preempted, queued again, and end as if undisturbed."""
+"""The script of `forge launch slurm`, run by bash: two ranks are preempted, queued again, and end as if undisturbed.
+
+In CI, tests/cli/test_cli_launch.py runs the script, and `test_launch.py` starts ranks as Slurm does.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from forge_cli import forge, forge_process
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train.run import records
 
-pytestmark = [pytest.mark.dist, pytest.mark.e2e]
+pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.extended]
 TESTS = Path(__file__).parent.parent
 STEPS = 8
 SRUN = """

@@ -9,6 +9,7 @@ import pytest
 
 import compositions
 import step_tensors
+from crossed import marked
 from forge_train import PluginError
 from forge_train_tools.testing import RunForge, Verifier
 
@@ -26,7 +27,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+EXTENDED = ("pp2", "cp2", "cp2 × dp2")
+"""CI has each axis beside another one, or with a split backward pass."""
+
+
+@pytest.mark.parametrize("name", marked(LAYOUTS, EXTENDED))
 def test_a_step_keeps_the_same_on_every_layout(verify: Verifier, composition_file: Path, name: str) -> None:
     world, plugins, settings = LAYOUTS[name]
     common = {**TEXT, "decoder.layers": 4}

@@ -1,4 +1,7 @@
-"""torchrun's own elasticity: nodes that join, are lost, and join again, while one run continues."""
+"""torchrun's own elasticity: nodes that join, are lost, and join again, while one run continues.
+
+In CI, `test_launch.py` starts two nodes, and `test_elastic.py` loses ranks and gets them back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from forge_cli import environment
 from forge_train import Plugin, hookimpl
 from forge_train.run.records import read
 
-pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1800)]
 VALUES = {"train.steps": 20_000, "train.evaluate_every": 0, "checkpoint.every": 5, "checkpoint.keep": 2}
 Node = Callable[[], "subprocess.Popen[bytes]"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from compositions import Composition
-from crossed import crossed
+from crossed import few
 from forge_train_tools.testing import Pool, PoolError, Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -160,8 +160,14 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], Settings]] = {
 
 @pytest.mark.parametrize(
     ("layouts", "tied"),
-    crossed(
-        [("one", "tp4"), ("tp2", "one"), ("tp2", "tp4"), ("tp2 × dp2", "tp2"), ("tp4", "tp2 × dp2")], [True, False]
+    few(
+        list(
+            itertools.product(
+                [("one", "tp4"), ("tp2", "one"), ("tp2", "tp4"), ("tp2 × dp2", "tp2"), ("tp4", "tp2 × dp2")],
+                [True, False],
+            )
+        ),
+        [(("tp2", "one"), True), (("tp4", "tp2 × dp2"), False)],
     ),
 )
 def test_goes_on_on_another_layout(

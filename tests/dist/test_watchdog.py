@@ -117,6 +117,7 @@ def test_the_rank_that_stalls_is_named_with_its_stacks(ranks: Pool, tmp_path: Pa
 
 
 @pytest.mark.e2e
+@pytest.mark.extended
 def test_the_job_ends_with_one_message(tmp_path: Path) -> None:
     values = {"trouble.what": "hang", "watchdog.seconds": 10.0, "watchdog.slow_seconds": 90.0}
     file = toys.write_config(tmp_path, "layouts:Replicas", "layouts:Trouble", "watchdog", **values)

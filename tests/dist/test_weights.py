@@ -31,7 +31,7 @@ def record(number: int, *, weighted: bool = True) -> dict[str, Any]:
         (2, ("cp",), {"parallel.cp": 2}),
         (2, ("tp",), {"parallel.tp": 2}),
         (2, ("pp",), {"parallel.pp": 2}),
-        (4, ("fsdp2", "cp"), {"parallel.cp": 2}),
+        pytest.param(4, ("fsdp2", "cp"), {"parallel.cp": 2}, marks=pytest.mark.extended),
     ],
 )
 def test_every_layout_weighs_alike(

@@ -373,6 +373,7 @@ def test_a_truncated_newest_checkpoint_falls_back_with_a_warning() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_full_disk_while_saving(here: Path) -> None:
     run = toy_run("-s", "train.steps=2")
     whole = run / "checkpoints" / "step-00000002"

@@ -27,6 +27,7 @@ def typed(command: list[str]) -> str:
     return str(ended.out)
 
 
+@pytest.mark.extended
 def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -45,6 +45,7 @@ def test_eight_billion_parameters_on_512_ranks() -> None:
     assert plan["roofline"]["fits"] is True
 
 
+@pytest.mark.extended
 def test_seventy_billion_parameters_on_8192_ranks() -> None:
     """Of eight stages, three are rehearsed. Attention over gathered keys takes no mask of all queries and keys."""
     plan = planned(8192, "pp,tp,cp", {**planning.SEVENTY, "cp.method": "gather"})

@@ -144,6 +144,7 @@ def test_it_is_listed_and_its_command_is_there(fresh: Environment, work: Path) -
     assert "Draw a metric of RUN" in fresh.forge("sparkline", "--help", cwd=work)
 
 
+@pytest.mark.extended
 def test_it_passes_the_check_and_its_own_tests(fresh: Environment, work: Path) -> None:
     report = json.loads(fresh.forge("plugins", "check", "spike-guard", "--json", cwd=work))
     assert [(one["name"], one["passed"]) for one in report["plugins"]] == [("spike_guard", True)]
@@ -153,6 +154,7 @@ def test_it_passes_the_check_and_its_own_tests(fresh: Environment, work: Path) -
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.extended
 def test_it_trains_and_goes_on_after_a_kill_like_a_built_in(fresh: Environment, work: Path) -> None:
     def train(name: str) -> Iterator[object]:
         yield from ("train", "run.toml", "--name", name, "--quiet")

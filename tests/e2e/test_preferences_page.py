@@ -23,6 +23,7 @@ SMALL = (
 """What learns in seconds; the page's values are for a model that can speak."""
 
 
+@pytest.mark.extended
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

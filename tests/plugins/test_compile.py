@@ -79,7 +79,7 @@ class Lengths(Plugin):
         return PrepareBatch(BatchPhase.MAKE, shorten)
 
 
-@pytest.mark.parametrize("plugins", [(), ("ac", "moe")])
+@pytest.mark.parametrize("plugins", [pytest.param((), marks=pytest.mark.extended), ("ac", "moe")])
 def test_another_sequence_length_is_compiled_again(run_forge: RunForge, plugins: tuple[str, ...]) -> None:
     """And none that was seen before is."""
     values = {"train.micro_batch": 4, "train.global_batch": 4, "train.sequence": 16}

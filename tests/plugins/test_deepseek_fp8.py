@@ -153,6 +153,7 @@ def test_an_override_that_has_no_effect_is_refused(run_forge: RunForge, override
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_losses_stay_within_a_percent_of_bf16(run_forge: RunForge) -> None:
     """On a toy, where chance is small; `benchmarks/run.py low_precision` is the measurement."""
     config = {"train.precision": "bf16", "adamw.lr": 3e-3}

@@ -214,6 +214,7 @@ def test_recomputation_changes_no_gradient_and_keeps_less() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_compiled_for_any_size_it_has_the_same_gradients() -> None:
     attention = module(recompute=False, convolution=2)
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)

@@ -183,6 +183,7 @@ def test_bf16_and_recompute_go_with_it(run_forge: RunForge) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_compiles_to_one_graph_for_all_layers(run_forge: RunForge, caplog: pytest.LogCaptureFixture) -> None:
     compiled = {"compile.backend": "aot_eager", "compile.fullgraph": True}
     torch._dynamo.reset()  # what another test compiled of the same code would be compiled again, as dynamic

@@ -1,6 +1,8 @@
 // A CUDA device that is not there, for a CPU-only torch: its memory is the host's, its kernels are the CPU's.
 // Mixing devices is refused as CUDA kernels refuse it, and what would make the host wait for a device is counted.
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
