@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+import warm
 from forge_command import Ended, Forge
 from forge_train_cli.app import run
 
@@ -54,7 +56,8 @@ def forge(folder: Path, logger: logging.Logger, capsys: pytest.CaptureFixture[st
 
     def command(*arguments: str, fails: int = 0) -> Ended:
         capsys.readouterr()
-        code = run(list(arguments))
+        with warm.ranks() if "--nproc" in arguments else nullcontext():
+            code = run(list(arguments))
         out, err = capsys.readouterr()
         assert code == fails, f"exit code {code}\n{out}\n{err}"
         assert "Traceback" not in err

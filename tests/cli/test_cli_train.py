@@ -7,13 +7,12 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import forge_cli
 from forge_command import Forge
 
 FAULTY = """
@@ -208,11 +207,9 @@ def test_a_run_that_diverges(forge: Forge) -> None:
 @pytest.mark.e2e
 def test_an_interrupted_run_saves_and_says_how_to_go_on(folder: Path) -> None:
     """By Ctrl-C; tests/core/test_engine.py knows the other signals."""
-    command = [sys.executable, "-m", "forge_train_cli", "train", "tiny.toml", "--name", "mine", "-s"]
     environment = {**os.environ, "FORGE_SET": "checkpoint.every=0;train.evaluate_every=0"}
-    started = subprocess.Popen(
-        [*command, "train.steps=100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    command = ("train", "tiny.toml", "--name", "mine", "-s", "train.steps=100000")
+    started = forge_cli.start(*command, preloaded=True, env=environment, cwd=folder)
     metrics = folder / "runs" / "mine" / "metrics.jsonl"
     deadline = time.monotonic() + 600
     while not metrics.exists() and time.monotonic() < deadline:

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
+from crossed import crossed
 from forge_command import Forge
 from forge_train.loop.start import changed_layout
 from forge_train.mesh.layout import Layout
@@ -89,8 +90,7 @@ def typed(*arguments: str, columns: int) -> list[str]:
     return click.unstyle(shown.decode()).replace("\r\n", "\n").splitlines()
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 200])
-@pytest.mark.parametrize("command", ["presets", "plugins list", "config show"])
+@pytest.mark.parametrize(("command", "columns"), crossed(["presets", "plugins list", "config show"], [40, 60, 80, 200]))
 def test_lists_fit_the_terminal(command: str, columns: int) -> None:
     lines = typed(*command.split(), columns=columns)
     assert len(lines) > 20

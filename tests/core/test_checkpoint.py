@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from crossed import pairs
 from forge_train import ConfigError, ForgeError
 from forge_train.checkpoint import reading, writing
 from forge_train.checkpoint.checkpoint import (
@@ -201,9 +202,7 @@ def calls_of_save() -> list[str]:
     return ["write", "write_json", "seal", "verify", "_commit", "sync", "write_whole", "rmtree", "replace"]
 
 
-@pytest.mark.parametrize("place", calls_of_save())
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("place", "after", "count"), pairs(calls_of_save(), [False, True], [1, 2]))
 def test_killed_anywhere_inside_save_what_is_seen_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, after: bool, count: int
 ) -> None:

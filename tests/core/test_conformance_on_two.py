@@ -9,6 +9,7 @@ import torch
 
 import forge_cli
 import two_ranks
+import warm
 from forge_train import ConfigError, Job, Phase, Plugin, Transform, hookimpl
 from forge_train_tools.testing import Pool, Report, RunForge, assert_conforms, check, verifying
 from forge_train_tools.verification import Verdict
@@ -55,7 +56,8 @@ def test_what_a_tie_leaves_open_is_skipped(tmp_path: Path, ranks: Pool, monkeypa
 
 @pytest.mark.e2e
 def test_the_command_starts_processes_of_its_own_and_tells_what_is_wrong() -> None:
-    ended = forge_cli.forge("plugins", "check", "two_ranks:Doubled")
+    with warm.ranks():
+        ended = forge_cli.forge("plugins", "check", "two_ranks:Doubled")
     assert ended.code == 1
     assert f"✗ {SHARDED}  " in ended.out
     assert "gradients 1 > 0.0001. Every gradient is 2 times what it should be" in ended.out

@@ -622,7 +622,7 @@ def started(folder: Path, *arguments: object) -> Any:
     """A slow run in a process of its own, once it trains."""
     file = toys.write_config(folder, "test_engine:Slow", **{"train.steps": 1000})
     env = environment(PYTHONPATH=f"{Path(toys.__file__).parent}:{Path(__file__).parent}")
-    process = start("train", file, "--json", "--name", "a", "--run-dir", folder, *arguments, env=env)
+    process = start("train", file, "--json", "--name", "a", "--run-dir", folder, *arguments, preloaded=True, env=env)
     deadline = time.monotonic() + 600
     while not (folder / "a" / "alive").exists():
         assert process.poll() is None, process.communicate()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny_models
+from crossed import marked
 from doubles import BOUND, in_double
 from forge_train import ConfigError, Plugin, PluginError, hookimpl
 from forge_train.checkpoint.checkpoint import check, shapes
@@ -122,7 +123,7 @@ def test_import_train_export_keep_to_transformers(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", marked(FAMILIES, ["mistral", "olmo2", "granite", "qwen2"]))
 def test_families_keep_to_transformers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     imported_trained_and_exported(*FAMILIES[case], tmp_path)
 

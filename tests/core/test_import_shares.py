@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import chat_model
+import warm
 from forge_train import ConfigError
 from forge_train.checkpoint.seal import check
 from forge_train.store import digest
@@ -58,7 +59,8 @@ def test_four_shares_read_each_byte_once_and_are_one_import(
 
 def test_two_processes_make_the_checkpoint_of_one(hf: Path, tmp_path: Path) -> None:
     alone = import_checkpoint(hf, tmp_path / "alone")
-    both = import_checkpoint(hf, tmp_path / "both", nproc=2)
+    with warm.ranks():
+        both = import_checkpoint(hf, tmp_path / "both", nproc=2)
     assert (both.parameters, both.files) == (alone.parameters, alone.files)
     assert check(tmp_path / "both", contents=True) == ""
     listed = [json.loads((one.path / "manifest.json").read_text())["files"] for one in (alone, both)]
@@ -71,7 +73,7 @@ def test_one_that_fails_ends_all_with_one_message_and_leaves_nothing(hf: Path, t
     tensors["model.norm.weight"][3] = 7e4
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "here").mkdir()
-    with pytest.raises(ConfigError) as caught:
+    with warm.ranks(), pytest.raises(ConfigError) as caught:
         import_checkpoint(hf, tmp_path / "here" / "narrow", dtype=torch.float16, nproc=2)
     assert str(caught.value).count("'norm.weight' has numbers beyond") == 1
     assert not any((tmp_path / "here").iterdir())

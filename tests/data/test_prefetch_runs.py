@@ -91,13 +91,15 @@ def test_two_ranks_count_what_both_left_out(ranks: Pool, tmp_path: Path) -> None
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.extended), signal.SIGINT])
 def test_a_run_that_is_told_to_stop_saves_and_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     (tmp_path / "x.txt").write_text("some words to learn from\n" * 4000)
     (tmp_path / "x.toml").write_text(DECODER)
     prefetch = ("-s", "text.prefetch.workers=2", "-s", "text.prefetch.kind=processes")
     settings = ("-s", "text.path=x.txt", "-s", "train.steps=100000", "-s", f"text.cache={tmp_path / 'cache'}")
-    process = start("train", "x.toml", *settings, *prefetch, "--name", "x", cwd=tmp_path, start_new_session=True)
+    process = start(
+        "train", "x.toml", *settings, *prefetch, "--name", "x", preloaded=True, cwd=tmp_path, start_new_session=True
+    )
     metrics, deadline = tmp_path / "runs/x/metrics.jsonl", time.monotonic() + 300
     while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fakes
+from crossed import marked
 from expert_models import DEEPSEEK, GROUPS, MIXTRAL, OLMOE, QWEN, YARN
 from forge_train import ConfigError
 from forge_train_plugins.models.decoder import Decoder
@@ -86,7 +87,11 @@ def test_logits_and_gradients_with_experts_are_those_of_transformers(case: str) 
     agree(reference_of(case))
 
 
-@pytest.mark.parametrize("case", CASES)
+GENERATING = ("mixtral tied, window, gelu", "qwen3", "olmoe", "deepseek v2", "deepseek v3")
+"""One of each family; the logits of all are compared."""
+
+
+@pytest.mark.parametrize("case", marked(CASES, CASES.keys() - {*GENERATING}))
 def test_greedy_tokens_with_experts_are_those_of_transformers(case: str) -> None:
     generates_the_same(reference_of(case))
 

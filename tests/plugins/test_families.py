@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fakes
+from crossed import marked
 from forge_train import ConfigError
 from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.model import RoPE, flops_per_token
@@ -91,7 +92,7 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
     agree(reference, kernel)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked(CASES, [case for case in CASES if " tied" in case or " untied" in case]))
 def test_greedy_tokens_are_those_of_transformers_beyond_the_window(case: str) -> None:
     family, values, kernel = CASES[case]
     reference = theirs(transformers, family, **{**SHAPE, **values})

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fakes
+from crossed import marked
 from forge_train import ConfigError
 from forge_train_kit.hf import HFModel
 from forge_train_kit.optim import decays, hidden_matrices
@@ -90,7 +91,11 @@ def test_logits_and_gradients_of_fused_layouts_are_those_of_transformers(case: s
     assert (model.head(model(short)) - reference(short).logits).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("case", CASES)
+GENERATING = ("gpt2", "phi3 tied, window, partial", "llama dynamic", "phi3 longrope", "gpt-oss")
+"""The logits of all are compared."""
+
+
+@pytest.mark.parametrize("case", marked(CASES, CASES.keys() - {*GENERATING}))
 def test_greedy_tokens_of_fused_layouts_are_those_of_transformers(case: str) -> None:
     family, values, kernel = CASES[case]
     reference = theirs(transformers, family, **values)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import low_precision as low
+from crossed import pairs
 from forge_train_plugins.experts._moe.experts import Experts
 from forge_train_plugins.precision._low_precision import recipes
 from forge_train_plugins.precision._low_precision.kernels import rows_on_cpu
@@ -47,9 +48,7 @@ def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6 if one.dtype is torch.float32 else 1e-2, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize(("name", "rows", "dtype"), pairs(LINEAR, ROWS, DTYPES))
 def test_a_linear_layer_takes_any_number_of_rows(name: str, rows: int, dtype: torch.dtype) -> None:
     if name.endswith("kernel") and "rowwise" in name and not rows_on_cpu():
         pytest.skip("this torch's kernel takes one scale for each tensor")
@@ -62,10 +61,7 @@ def test_a_linear_layer_takes_any_number_of_rows(name: str, rows: int, dtype: to
         assert not exact.any() or low.decibels(exact, one) > (12 if "fp4" in name else 20)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("beyond", [0, 3])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(("name", "rows", "beyond", "dtype"), pairs(EXPERTS, ROWS, [0, 3], DTYPES))
 def test_an_expert_takes_any_number_of_rows(name: str, rows: int, beyond: int, dtype: torch.dtype) -> None:
     """Alone on its rank, and beside others that have none and a few; rows beyond all of theirs hold anything."""
     recipe = EXPERTS[name]

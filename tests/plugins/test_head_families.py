@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossed import few
 from forge_train import ConfigError, Model
 from forge_train.compose.compose import compose
 from forge_train_kit.hf import HFModel, fit
@@ -137,7 +138,11 @@ def test_outputs_and_gradients_are_those_of_transformers(tmp_path: Path, name: s
         torch.testing.assert_close(parameter.grad, gradients[one], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "kind"), HAS)
+IN_CI = [one for one in HAS if (HAS.index(one) + list(FAMILIES).index(one[0])) % 3 == 0]
+"""Every family with one of its heads."""
+
+
+@pytest.mark.parametrize(("name", "kind"), few(HAS, IN_CI))
 def test_an_imported_model_goes_back_to_transformers(tmp_path: Path, name: str, kind: str) -> None:
     theirs = written(tmp_path / "hf", name, kind)
     import_checkpoint(tmp_path / "hf", tmp_path / "forge", plugins=plugins_of(name, kind))

@@ -257,7 +257,9 @@ def test_two_ranks_find_the_same(ranks: Pool, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.e2e
 def test_doctor_with_processes(tmp_path: Path) -> None:
-    ended = forge_process("doctor", "--nproc", 2, "--json", "--run-dir", tmp_path, env=environment(), timeout=300)
+    ended = forge_process(
+        "doctor", "--nproc", 2, "--json", "--run-dir", tmp_path, preloaded=True, env=environment(), timeout=300
+    )
     assert ended.code == 0, ended.err
     texts = [one["text"] for one in json.loads(ended.out)["checks"] if one["name"] == "2 processes"]
     assert any(text.startswith("all-reduce: ") and text.endswith("GB/s") for text in texts)

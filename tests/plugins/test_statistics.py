@@ -70,7 +70,7 @@ def test_users_patterns_and_what_is_asked_for(run_forge: RunForge) -> None:
     assert found == {"statistics.gradients.layers.attention", "statistics.gradients.layers.0"}
 
 
-@pytest.mark.parametrize("others", [[], ["ac"], ["compile"]])
+@pytest.mark.parametrize("others", [[], ["ac"], pytest.param(["compile"], marks=pytest.mark.extended)])
 def test_no_number_changes_and_nothing_is_observed_twice(others: list[str], run_forge: RunForge) -> None:
     """Recomputed layers call their modules a second time."""
     settings: dict[str, Any] = {"log.every": 2, "statistics.activations": ["layers.0*", "*.k"]}
