@@ -46,8 +46,8 @@ _FROM = click.option(
     "--from",
     "source",
     default="",
-    metavar="HF_DIR",
-    help="Start from the model, weights and tokenizer of a Hugging Face folder, without importing it first.",
+    metavar="PATH",
+    help="Start from the model, weights and tokenizer of a Hugging Face folder, a run or a checkpoint.",
 )
 
 

@@ -69,9 +69,13 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
     """The request to run. If its configuration is a folder in Hugging Face layout, it is first imported as a
     checkpoint; if it starts from such a folder, the folder's model is added to it."""
     if request.model_from:
+        from forge_train.loop.run import is_checkpoint, is_run
+
+        from .offline.from_run import from_run
         from .offline.hf_request import starting_from
 
-        return starting_from(request)
+        begun = is_run(Path(request.model_from)) or is_checkpoint(Path(request.model_from))
+        return from_run(request) if begun else starting_from(request)
     path = Path(request.config)
     from forge_train.checkpoint.not_a_model import advice
 

@@ -49,8 +49,8 @@ class Request:
     sections_from: str = ""
     """Source of these values, for messages."""
     model_from: str = ""
-    """A folder in Hugging Face layout with model, weights and tokenizer; the caller puts what it describes into
-    `sections`."""
+    """A folder in Hugging Face layout, a run or a checkpoint: model, weights and tokenizer; the caller puts what it
+    describes into `sections`."""
     foreign: str = ""
     """A folder that anybody may have made, with the configuration in it: no code that came with it is run."""
     left_out: tuple[str, ...] = ()
