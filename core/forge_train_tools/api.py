@@ -52,7 +52,7 @@ def train(
         set: values to override, by dotted key (`{"train.steps": 20}`) or by section (`{"train": {"steps": 20}}`).
         plugins: plugins to enable too: names, `package.module:Class`, or `./file.py`.
         without: plugins to disable.
-        model_from: a Hugging Face folder, a run or a checkpoint whose model is trained further; the command line's `--from`.
+        model_from: a Hugging Face folder, a run or a checkpoint, whose model is trained further (`--from`).
         name: name of the run; repeating the call continues it.
         resume: `auto`, `never`, or the path or address of a run or a checkpoint.
         run_dir: where run folders are made.
