@@ -48,6 +48,17 @@ def test_a_decoder_agrees_with_one_process(layout: str, verify: Verifier, compos
     assert verdict.agree, verdict
 
 
+@pytest.mark.parametrize("layout", marked(LAYOUTS, LAYOUTS.keys() - {"fsdp2×2, ac", "tp2"}))
+def test_so_does_one_whose_rows_have_magnitudes(layout: str, verify: Verifier, composition_file: Path) -> None:
+    """A row that tensor parallelism splits has one length."""
+    world, plugins, settings = LAYOUTS[layout]
+    own = {**LORA, "lora.dora": True, "lora.modules": ["*.attention.*", "*.down", "head"]}
+    request = compositions._request(composition_file, (*plugins, "lora"), own | settings)
+    reference = compositions._request(composition_file, ("lora",), {**own, "train.micro_batch": 4})
+    verdict = verify(request, world, steps=2, reference=reference)
+    assert verdict.agree, verdict
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
     few([("cohere", "tp2"), ("glm", "dp2, ac, compile"), ("arcee", "pp2")], [("cohere", "tp2"), ("arcee", "pp2")]),

@@ -221,6 +221,8 @@ def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
             started(tmp_path / "one" / "hf", f"lora.adapter={tmp_path / 'again'}")
     with pytest.raises(ConfigError, match=r"lora\.modules: has no effect with lora\.adapter"):
         started(tmp_path / "one" / "hf", folder, "lora.modules=['*.q']")
+    with pytest.raises(ConfigError, match=r"lora\.dora: can't be added to the updates of lora\.adapter"):
+        started(tmp_path / "one" / "hf", folder, "lora.dora=true")
 
 
 def test_an_adapter_of_fused_projections_has_no_place(tmp_path: Path, base: Path) -> None:

@@ -61,6 +61,8 @@ class LoRA(Plugin):
         """Weights by pattern, with a rank or an alpha of their own."""
         rslora: bool = False
         """Scale by alpha / √rank (rank-stabilised, arXiv:2312.03732)."""
+        dora: bool = False
+        """Also train the length of each row of a linear's weight, apart from its direction (DoRA, arXiv:2402.09353)."""
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
         """Of the input of `A` of a linear. Experts have none."""
         adapter: Annotated[str, FilePath()] = ""
@@ -88,6 +90,8 @@ class LoRA(Plugin):
         for key in ("modules", "groups") if self.config.adapter else ():
             if getattr(self.config, key):
                 yield Problem(f"lora.{key}", "has no effect with lora.adapter, which names its weights itself.")
+        if self.config.dora and self.config.adapter:
+            yield Problem("lora.dora", "can't be added to the updates of lora.adapter, which have no magnitudes.")
         for group in self.config.groups:
             if group.rank is None and group.alpha is None:
                 yield Problem("lora.groups", f"{group.match!r} changes nothing; set its rank or its alpha.")

@@ -22,7 +22,7 @@ from .folder import Folder
 from .layers import Adapted, LowRank, adapt
 from .sizes import size
 from .sources import Source, sources
-from .targets import Target, targets
+from .targets import MAGNITUDE, Target, targets
 
 if TYPE_CHECKING:
     from forge_train import Job, Model
@@ -67,7 +67,8 @@ class Adapters:
         _expect_untied(part, [found[name] for name in taken])
         for name in taken:
             self._adapt(found[name], given.get(name))
-        added = tuple(_path(found[name], factor) for name in taken for factor in found[name].factors)
+        more = (MAGNITUDE,) if self.config.dora else ()
+        added = tuple(_path(found[name], one) for name in taken for one in (*found[name].factors, *more))
         ranks = sorted({size(self.config, name)[0] for name in taken})
         return Applied(
             part,
@@ -155,10 +156,24 @@ class Adapters:
             )
         if target.is_stack:
             self._check_stack(target)
+        if self.config.dora and (target.is_stack or target.is_embedding):
+            raise ConfigError(
+                f"lora.dora: {name!r} is {'a stack of experts' if target.is_stack else 'an embedding'}, and only "
+                "linears have a magnitude. Leave it out of lora.modules, or set lora.dora = false.",
+                key="lora.dora",
+            )
         dropout = Dropout(self.config.dropout, self.job, f"{name}.lora") if self.config.dropout else None
         if source is not None:
             source.check(name, rank)
-        adapt(target, rank, scale, dropout, self.config.lr_ratio, source.read if source else None)
+        adapt(
+            target,
+            rank,
+            scale,
+            dropout=dropout,
+            lr_ratio=self.config.lr_ratio,
+            read=source.read if source else None,
+            dora=self.config.dora,
+        )
         if target.is_stack and self.job.dist.layout.etp > 1:
             # The factor that is whole beside a split one has seen some features of each expert.
             (_, inner), (a, b) = target.module.expert_plan()[target.key], target.factors

@@ -16,8 +16,9 @@ from forge_train.mesh.tensors import local
 from forge_train_kit.model import Dropout
 from forge_train_kit.specialisation import Specialisation
 
-from .targets import Target
+from .targets import MAGNITUDE, Target
 
+_ops = torch.ops._c10d_functional
 Read = Callable[[str], Tensor]
 """Reads the first values of a factor, `A` or `B`."""
 
@@ -50,6 +51,41 @@ class LowRank(Adapted):
         narrow = F.linear(taken, local(self.lora_A)) * self.lora_scales["weight"]
         out: Tensor = super().forward(x)
         return out + F.linear(narrow, local(self.lora_B))
+
+
+class Dora(LowRank):
+    """`m / |W + scale · B A| · (W + scale · B A) x` (DoRA, arXiv:2402.09353, eq. 5): `m` and the lengths are of rows,
+    and the lengths get no gradient (section 4.3). The parameter is what `m` has gained over `|W|`: it begins at 0."""
+
+    lora_magnitude: nn.Parameter
+    lora_adds_bias: bool
+    lora_group: str
+    """The group of ranks that have some columns of each row; empty if a rank has all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        before, now = self._lengths()
+        stretch: Tensor = ((before + local(self.lora_magnitude)) / now).to(out.dtype)
+        if not self.lora_adds_bias:
+            return out * stretch
+        bias: Tensor = local(self.bias)
+        return (out - bias) * stretch + bias
+
+    @torch.no_grad()
+    def _lengths(self) -> tuple[Tensor, Tensor]:
+        """Of the rows of `W` and of `W + scale · B A`, `[out]` each."""
+        weight, a, b = (local(one).float() for one in (self.weight, self.lora_A, self.lora_B))
+        moved = torch.addmm(weight, b, a, alpha=self.lora_scales["weight"])
+        squares = torch.stack([weight.square().sum(1), moved.square().sum(1)])
+        if self.lora_group:
+            squares = _ops.wait_tensor(_ops.all_reduce(squares, "sum", self.lora_group))
+        before, now = lengths(squares)
+        return before, now
+
+
+def lengths(squares: Tensor) -> Tensor:
+    """Their roots; a row of zeros has the smallest length that can divide."""
+    return squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt()
 
 
 class LowRankTable(Adapted):
@@ -120,18 +156,28 @@ class Replaceable(nn.Linear):
 
 _replaceable = Specialisation(lambda _: Replaceable)
 _low_rank = Specialisation(lambda _: LowRank)
+_dora = Specialisation(lambda _: Dora)
 _table = Specialisation(lambda _: LowRankTable)
 _stacks = Specialisation(lambda _: LowRankStacks)
 
 
-def adapt(target: Target, rank: int, scale: float, dropout: Dropout | None, lr_ratio: float, read: Read | None) -> None:
+def adapt(
+    target: Target,
+    rank: int,
+    scale: float,
+    *,
+    dropout: Dropout | None = None,
+    lr_ratio: float = 1.0,
+    read: Read | None = None,
+    dora: bool = False,
+) -> None:
     """Give a weight its update, on the meta device. A factor that shares an axis along which the weight is split is
     split like it."""
     module, weight = target.module, target.weight
     if target.is_stack:
         _adapt_stack(target, rank)
     elif target.is_embedding:
-        (rows, columns), split = weight.shape, split_axis(weight)
+        rows, columns = weight.shape
         module.lora_embedding_A = nn.Parameter(_empty((rank, rows), weight, {0: 1}))
         module.lora_embedding_B = nn.Parameter(_empty((columns, rank), weight, {1: 0}))
         _table(module)
@@ -141,11 +187,15 @@ def adapt(target: Target, rank: int, scale: float, dropout: Dropout | None, lr_r
         module.lora_B = nn.Parameter(_empty((rows, rank), weight, {0: 0}))
         module.lora_dropout = dropout
         if dropout is not None and split == 1:
-            mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
+            mesh = _mesh(weight)
             dropout.features_piece = (mesh.get_local_rank(), mesh.size())
         if type(module).forward is nn.Linear.forward:
             _replaceable(module)
-        _low_rank(module)
+        if dora:
+            module.lora_magnitude = nn.Parameter(_empty((rows,), weight, {0: 0}))
+            module.lora_adds_bias = module.bias is not None and split != 1  # else it is added to the sum over the ranks
+            module.lora_group = _mesh(weight).get_group().group_name if split == 1 else ""
+        (_dora if dora else _low_rank)(module)
     _declare(target, scale, lr_ratio, read)
 
 
@@ -169,6 +219,7 @@ def _declare(target: Target, scale: float, lr_ratio: float, read: Read | None) -
         starts = {a: Init("zeros"), b: Init("normal", 1.0)}
     else:  # uniform within ± 1/√in
         starts = {a: Init("uniform", 1 / math.sqrt(3 * target.weight.shape[-1])), b: Init("zeros")}
+    starts[MAGNITUDE] = Init("zeros")
     module.lora_initial = {**getattr(module, "lora_initial", {}), **starts}
     module.lora_scales = {**getattr(module, "lora_scales", {}), target.key: scale}
     module.lr_factors = {**getattr(module, "lr_factors", {}), **({} if target.is_embedding else {b: lr_ratio})}
@@ -176,6 +227,10 @@ def _declare(target: Target, scale: float, lr_ratio: float, read: Read | None) -
 
 def _reading(read: Read, factor: str) -> Callable[[int], Tensor]:
     return lambda _: read(factor)
+
+
+def _mesh(weight: Any) -> Any:
+    return weight.device_mesh
 
 
 def split_axis(weight: Tensor) -> int | None:

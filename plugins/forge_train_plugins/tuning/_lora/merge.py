@@ -9,6 +9,7 @@ from forge_train import ConfigError
 from forge_train_kit.state_map import Box, StateMap, Step, View
 
 from .sizes import size
+from .targets import MAGNITUDE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,35 @@ class Sum(View):
         return weight.add(update.mT if self.transposed else update, alpha=self.scale).to(self.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Stretched(View):
+    """The same, with rows as long as those of `W`, plus a gain. It needs whole rows."""
+
+    weight: View
+    a: View
+    b: View
+    gain: View
+    scale: float
+
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        rows, columns, rank = box[0], (0, self.shape[1]), (0, self.b.shape[1])
+        return [(self.weight, (rows, columns)), (self.a, (rank, columns)), (self.b, (rows, rank)), (self.gain, (rows,))]
+
+    def make(self, box: Box, parts: list[Tensor]) -> Tensor:
+        weight, a, b, gain = (part.float() for part in parts)
+        moved = weight.addmm(b, a, alpha=self.scale)
+        moved = moved * (magnitude([weight, gain]) / magnitude([moved, 0 * gain])).unsqueeze(1)
+        return moved[:, slice(*box[1])].to(self.dtype)
+
+
+def magnitude(parts: list[Tensor]) -> Tensor:
+    """Lengths of a weight's rows, plus a gain."""
+    from .layers import lengths
+
+    weight, gain = (part.float() for part in parts)
+    return lengths(weight.square().sum(1)) + gain
+
+
 @dataclass(frozen=True)
 class Merge(StateMap):
     """Takes each weight with its two factors, and gives the sum under the weight's name."""
@@ -50,10 +80,13 @@ class Merge(StateMap):
         for a in [one for one in step.tensors if one.endswith(("lora_A", "lora_embedding_A"))]:
             end = next(end for end in KINDS if a.endswith(end))
             name, (suffix, transposed) = a.removesuffix(end), KINDS[end]
-            if found := step.take(f"{name}{suffix}", a, f"{a[:-1]}B"):
-                weight, first, second = found
-                scale = size(self.config, name)[1]
-                step.give(f"{name}{suffix}", Sum(weight.shape, weight.dtype, weight, first, second, scale, transposed))
+            scale, gains = size(self.config, name)[1], [f"{name}.{MAGNITUDE}"] if self.config.dora else []
+            if found := step.take(f"{name}{suffix}", a, f"{a[:-1]}B", *gains):
+                weight, first, second, *gain = found
+                merged: View = Sum(weight.shape, weight.dtype, weight, first, second, scale, transposed)
+                if gain:
+                    merged = Stretched(weight.shape, weight.dtype, weight, first, second, gain[0], scale)
+                step.give(f"{name}{suffix}", merged)
 
     def inverse(self) -> NoReturn:
         raise ConfigError("lora: merged weights can't be taken apart again.")

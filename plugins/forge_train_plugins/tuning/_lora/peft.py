@@ -14,8 +14,10 @@ from forge_train_kit.hf.start import exported
 from forge_train_kit.state_map import Box, StateMap, Step, View
 
 from .folder import PREFIX
+from .merge import magnitude
 from .sizes import chosen, size
 from .stacks import Fused, ends_of_experts, fused, nested
+from .targets import MAGNITUDE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,10 +97,12 @@ class Factors(StateMap):
     Args:
         modules: linear or embedding → its name in Hugging Face layout.
         stacks: those that lie in one parameter, together.
+        dora: whether linears have a magnitude.
     """
 
     modules: Mapping[str, str]
     stacks: Sequence[Stacks] = ()
+    dora: bool = False
 
     def apply(self, step: Step) -> None:
         placed = {name for one in self.stacks for name in one.updated}
@@ -115,6 +119,10 @@ class Factors(StateMap):
             for factor in (end, f"{end[:-1]}B"):
                 for view in step.take(f"{name}{factor}"):
                     step.give(f"{PREFIX}{self.modules[name]}{factor}{last}", view)
+            if self.dora:
+                for gain in step.take(f"{name}.{MAGNITUDE}"):
+                    lengths = Made.of([step.tensors[f"{name}.weight"], gain], magnitude)
+                    step.give(f"{PREFIX}{self.modules[name]}.lora_magnitude_vector", lengths)
         for one in self.stacks:
             for factor, function in (("A", one.a), ("B", one.b)):
                 if parts := step.take(*(f"{name}_lora_{factor}" for name in one.updated)):
@@ -162,6 +170,7 @@ def adapter(
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
+        "use_dora": config.dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "target_modules": _targets(set(named.values()), set(modules.values())),
@@ -171,7 +180,7 @@ def adapter(
     }
     if stacks:
         described["target_parameters"] = [one.fused.name for one in stacks]
-    return HFAdapter(Factors(modules, stacks), described)
+    return HFAdapter(Factors(modules, stacks, config.dora), described)
 
 
 def _targets(adapted: set[str], known: set[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-WEIGHT = "weight"
+WEIGHT, MAGNITUDE = "weight", "lora_magnitude"
 
 
 @dataclass(frozen=True)
