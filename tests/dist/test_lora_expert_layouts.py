@@ -36,9 +36,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "etp2": (2, ("ep", "tp"), {"parallel.tp": 2, "parallel.etp": 2}),
     "ep2×tp2": (4, ("ep", "tp"), {"parallel.ep": 2, "parallel.tp": 2}),
     "ep2×etp2": (4, ("ep", "tp"), {"parallel.ep": 2, "parallel.tp": 2, "parallel.etp": 2}),
+    "pp2": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 1}),
     "ep2×replicas2": (4, ("ep",), {"parallel.ep": 2, "parallel.dp_replicate": 2, "train.micro_batch": 1}),
 }
-EXTENDED = ("ep2, zero1, ac", "ep2×tp2", "ep2×replicas2")
+EXTENDED = ("pp2", "ep2, zero1, ac", "ep2×tp2", "ep2×replicas2")
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))

@@ -61,7 +61,17 @@ def test_so_does_one_whose_rows_have_magnitudes(layout: str, verify: Verifier, c
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    few([("cohere", "tp2"), ("glm", "dp2, ac, compile"), ("arcee", "pp2")], [("cohere", "tp2"), ("arcee", "pp2")]),
+    few(
+        [
+            ("cohere", "tp2"),
+            ("glm", "dp2, ac, compile"),
+            ("arcee", "pp2"),
+            ("olmoe", "ep2"),
+            ("olmoe", "ep2×tp2"),
+            ("glm4_moe", "ep2, zero1, ac"),
+        ],
+        [("cohere", "tp2"), ("arcee", "pp2"), ("olmoe", "ep2")],
+    ),
 )
 def test_a_class_of_transformers_agrees_with_one_process(verify: Verifier, kind: str, layout: str) -> None:
     pytest.importorskip("transformers")

@@ -225,6 +225,22 @@ def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
         started(tmp_path / "one" / "hf", folder, "lora.dora=true")
 
 
+def test_an_embedding_of_peft_is_continued(tmp_path: Path) -> None:
+    """Beside its update, PEFT stores the base's weights."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    chat_model.write_model(tmp_path / "hf")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"]))
+    for name, one in theirs.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(one, 0, 0.2)
+    theirs.save_pretrained(tmp_path / "adapter")
+    assert any(name.endswith("base_layer.weight") for name in load_file(tmp_path / "adapter/adapter_model.safetensors"))
+    _, model = started(tmp_path / "hf", f"lora.adapter={tmp_path / 'adapter'}")
+    ids = torch.arange(24).view(2, 12)
+    torch.testing.assert_close(logits(model, ids), theirs(ids).logits, rtol=0, atol=2e-5)
+
+
 def test_an_adapter_of_fused_projections_has_no_place(tmp_path: Path, base: Path) -> None:
     """By `export_adapter`, which is not told of them."""
     step = Factors({}).trace({"up.lora_A": ((2, 4), torch.float32), "up.lora_B": ((4, 2), torch.float32)})

@@ -67,7 +67,9 @@ class Folder:
 
         with safe_open(self.tensors, "pt") as file:
             found = {name: FACTOR.fullmatch(name) for name in file.keys()}  # noqa: SIM118 — no mapping
-        if odd := [name for name, match in found.items() if match is None]:
+        # PEFT adds the base's weights of an embedding, and then of the head, that it updates.
+        copies = {f"{PREFIX}{match[1]}.base_layer.weight" for match in found.values() if match is not None}
+        if odd := [name for name, match in found.items() if match is None and name not in copies]:
             raise ConfigError(
                 f"lora.adapter: {self.tensors} holds {odd[0]!r}, which lora can't continue.", key="lora.adapter"
             )
