@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import compositions
+import hf_models
 from crossed import few, marked
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Verifier
@@ -56,6 +58,28 @@ def test_so_does_one_whose_rows_have_magnitudes(layout: str, verify: Verifier, c
     request = compositions._request(composition_file, (*plugins, "lora"), own | settings)
     reference = compositions._request(composition_file, ("lora",), {**own, "train.micro_batch": 4})
     verdict = verify(request, world, steps=2, reference=reference)
+    assert verdict.agree, verdict
+
+
+@pytest.mark.parametrize("layout", marked(["tp2", "tp2, whole sequences"], ["tp2, whole sequences"]))
+def test_so_does_one_with_magnitudes_and_biases(verify: Verifier, tmp_path: Path, layout: str) -> None:
+    """A bias is added after a row's length is changed, and once although ranks have parts of the sum before it."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("phi", **hf_models.MODELS["phi"])
+    )
+    for name, one in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(one)
+    model.save_pretrained(tmp_path / "phi")
+    case = Foreign("phi", layout)
+
+    def adapted(request: Request) -> Request:
+        own = ("lora.rank=2", "lora.dora=true", "train.init_missing=[]", "checkpoint.only=[]")
+        own += (f"hf.weights={tmp_path / 'phi'}",)
+        return replace(request, plugins=(*request.plugins, "lora"), set=(*request.set, *own))
+
+    verdict = verify(adapted(case.request()), case.world, steps=2, reference=adapted(case.reference()))
     assert verdict.agree, verdict
 
 
