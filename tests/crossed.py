@@ -22,7 +22,7 @@ def crossed(*factors: Iterable[Any]) -> list[Any]:
 def pairs(*factors: Iterable[Any]) -> list[Any]:
     """Return every combination of the factors' values; CI takes few, in which every two values of two factors occur."""
     cases = [*itertools.product(*factors)]
-    return [pytest.param(*one.values[0], marks=one.marks) for one in every_value(cases, _pairs, lambda case: 0)]
+    return [pytest.param(*one.values[0], marks=one.marks) for one in every_value(cases, _pairs, lambda case: 1)]
 
 
 def _pairs(case: tuple[Any, ...]) -> list[Any]:
@@ -50,11 +50,11 @@ def every_value(
     Args:
         cases: of one test.
         values: the values of a case.
-        cost: of a case; of two that bring as many values, the cheaper one is taken.
+        cost: of a case; the one with the most new values for its cost is taken.
     """
     missing = {value for one in cases for value in values(one)}
     taken: list[Any] = []
     while missing:
-        taken.append(max(cases, key=lambda one: (len(missing & {*values(one)}), -cost(one))))
+        taken.append(max(cases, key=lambda one: len(missing & {*values(one)}) / cost(one)))
         missing -= {*values(taken[-1])}
     return [pytest.param(one, marks=[] if one in taken else [pytest.mark.extended]) for one in cases]

@@ -115,7 +115,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked(CASES, ["llama", "qwen3"]))
 def test_import_train_export_keep_to_transformers(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

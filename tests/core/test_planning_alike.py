@@ -54,7 +54,15 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return make
 
 
-EXTENDED = ("none", "fsdp2, tied", "fsdp2, tp", "zero1, bf16", "ac selective", "moe, dense first")
+EXTENDED = (
+    "none",
+    "fsdp2, tied",
+    "fsdp2, micro-batches, ac",
+    "fsdp2, tp",
+    "zero1, bf16",
+    "ac selective",
+    "moe, dense first",
+)
 """CI has units of every kind, alike and in turns, on one rank and on several."""
 
 

@@ -171,6 +171,11 @@ def values(one: Piped) -> list[tuple[str, Any]]:
     return [("schedule", one.schedule), ("ranks", one.ranks), ("data", one.data), *extras]
 
 
+def cost(one: Piped) -> float:
+    """About how long a pipeline takes, in seconds."""
+    return 3 + one.world * (2 if "experts" in one.extras else 1) * (1.5 if one.schedule in SPLIT else 1)
+
+
 def _pairs(one: Piped) -> set[Any]:
     split, extras = one.schedule in SPLIT, sorted(one.extras)
     return {

@@ -20,7 +20,7 @@ from forge_train_tools.testing import Verifier
 pytestmark = [pytest.mark.dist]
 
 
-@pytest.mark.parametrize("context", every_value(contexts.covering(), contexts.values, lambda one: one.world), ids=str)
+@pytest.mark.parametrize("context", every_value(contexts.covering(), contexts.values, contexts.cost), ids=str)
 def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Path, context: Context) -> None:
     reference = context.reference(composition_file)
     verdict = verify(context.request(composition_file), context.world, steps=2, reference=reference)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import compositions
-from crossed import few, marked
+from crossed import few
 from forge_train import ConfigError
 from forge_train_tools.testing import Pool, RunForge, Verifier
 from test_matrix_optimizers import LAYOUTS, alone, resumed, same_bits, saved, train
@@ -66,13 +66,8 @@ def test_it_is_as_near_to_fp32_as_on_one_process(
     )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    marked(
-        ["adamw, both moments", "adamw, bf16 and masters", "adamw, bf16 throughout"],
-        ["adamw, both moments", "adamw, bf16 and masters"],
-    ),
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["adamw, both moments", "adamw, bf16 and masters", "adamw, bf16 throughout"])
 def test_resumed_it_repeats_to_the_bit_and_goes_on_elsewhere(ranks: Pool, tmp_path: Path, kind: str) -> None:
     world, plugins, config = LAYOUTS["fsdp2 uneven"]
     extra, settings = NARROW[kind]

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.dist]
 Settings = Mapping[str, Any]
 
 
-@pytest.mark.parametrize("piped", every_value(pipelines.covering(), pipelines.values, lambda one: one.world), ids=str)
+@pytest.mark.parametrize("piped", every_value(pipelines.covering(), pipelines.values, pipelines.cost), ids=str)
 def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Path, piped: Piped) -> None:
     reference = piped.reference(composition_file)
     verdict = verify(piped.request(composition_file), piped.world, steps=2, reference=reference)

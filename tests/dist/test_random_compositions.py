@@ -43,6 +43,7 @@ def test_a_number_of_a_seed_is_always_the_same() -> None:
     assert len({str(draw(SEED, number)).partition(":")[2] for number in range(50)}) == 50
 
 
+@pytest.mark.extended
 def test_jitter_is_as_coarse_as_the_precision(random_file: Path) -> None:
     """Rounding errors of fp32 vanish where weights are rounded to bf16: they would call every difference a fault."""
     one = draw(SEED, 4, most=2).reference(random_file)

@@ -73,7 +73,7 @@ def test_splits_a_third_partys_model_and_its_unnamed_parameters(
     assert verdict.agree, verdict
 
 
-@pytest.mark.parametrize("config", [{}, LOGITS, WHOLE])
+@pytest.mark.parametrize("config", [pytest.param({}, marks=pytest.mark.extended), LOGITS, WHOLE])
 def test_evaluates_like_one_process_and_trains_on(runs: Runs, config: Settings) -> None:
     evaluated = {"train.evaluate_every": 2, "train.evaluate_batches": 3, **LOSS}
     reply, one = runs.train(2, ("tp",), {**TP2, **config, **evaluated})[0], runs.one(evaluated)

@@ -34,8 +34,11 @@ def test_no_page_is_stale() -> None:
     assert [str(page.relative_to(ROOT)) for page in write.stale()] == [], "run `python docs/write.py`"
 
 
+LONG = ("how-to/pipelines.md", "how-to/plan.md", "how-to/resume.md")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", marked(transcripts.SESSIONS, ["how-to/pipelines.md"]))
+@pytest.mark.parametrize("page", marked(transcripts.SESSIONS, LONG))
 def test_no_transcript_is_stale(page: str) -> None:
     transcripts.written(page, PAGES[f"docs/{page}"], quick=True)
 

@@ -36,6 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.extended
 def test_prepare(tmp_path: Path) -> None:
     (tmp_path / "corpus").symlink_to(LIBRARY / "email")
     bodies = [json.dumps({"body": f"line {number} " * 20}) for number in range(200)]

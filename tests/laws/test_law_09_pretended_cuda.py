@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from crossed import marked
 from forge_train.mesh.tensors import on_host, remember_host
 from forge_train.registry.discovery import discover, load
 from pretended_cuda import build, cases
@@ -92,11 +93,18 @@ def trained(folder: Path, given: list[cases.Case], ranks: int = 1) -> list[dict[
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
+EXTENDED = ("health", "plugins check flash", "verify")
+"""They take longest, and CI trains what they do: `health` on two ranks, `flash`, and the steps of `verify`."""
+
+
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of those cases that are asked for."""
     folder = tmp_path_factory.mktemp("one")
     write(folder)
-    return trained(folder, cases.one_process(str(folder), plugins()))[0]
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    every = cases.one_process(str(folder), plugins())
+    return trained(folder, [one for one in every if one["name"] in asked or "does" in one])[0]
 
 
 def judge(name: str, result: dict[str, Any]) -> None:
@@ -108,7 +116,10 @@ def judge(name: str, result: dict[str, Any]) -> None:
     assert not [wait for wait in waits if not wait.startswith(allowed)]
 
 
-@pytest.mark.parametrize("name", [one["name"] for one in cases.one_process("", plugins()) if "does" not in one])
+NAMES = [one["name"] for one in cases.one_process("", plugins()) if "does" not in one]
+
+
+@pytest.mark.parametrize("name", marked(NAMES, EXTENDED))
 def test_one_process(one_process: dict[str, Any], name: str) -> None:
     judge(name, one_process[name])
 
