@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import chat_model
+from forge_train import ConfigError
 from forge_train_cli.app import run
 from forge_train_tools import open_model
 from forge_train_tools.offline.hf_import import import_checkpoint
@@ -106,3 +107,14 @@ def test_bad_input_is_one_sentence(
     more = [word for one in given for word in ("--adapter", one)]
     assert run(["generate", "base", "--tokens", "1", *more]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_an_adapter_of_another_model_is_refused(models: Path, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(models / "base", hidden_size=48, head_dim=12)
+    other = transformers.AutoModelForCausalLM.from_config(config)
+    peft.get_peft_model(other, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        ConfigError, match=r"updates a weight of 48 × 48, but 'layers\.0\.attention\.q' has 64 × 64: it is"
+    ):
+        open_model(models / "base", adapters={str(tmp_path / "other"): 1.0})

@@ -164,7 +164,7 @@ class Adapters:
             )
         dropout = Dropout(self.config.dropout, self.job, f"{name}.lora") if self.config.dropout else None
         if source is not None:
-            source.check(name, rank)
+            source.check(name, rank, rows, columns)
         adapt(
             target,
             rank,

@@ -38,11 +38,18 @@ class Source:
     read: Callable[[str], Tensor]
     folder: str
 
-    def check(self, name: str, rank: int) -> None:
-        """Raises ConfigError for an update of another rank."""
-        if (held := self.read("A").shape[-2]) != rank:
+    def check(self, name: str, rank: int, rows: int, columns: int) -> None:
+        """Raises ConfigError for an update of another rank, or of a weight of another shape."""
+        a, b = self.read("A"), self.read("B")
+        if (held := a.shape[-2]) != rank:
             raise ConfigError(
                 f"lora.rank: {self.folder} holds {held} rows for {name!r}, and the run has {rank}.", key="lora.rank"
+            )
+        if sorted(found := (b.shape[-2], a.shape[-1])) != sorted((rows, columns)):
+            raise ConfigError(
+                f"lora.adapter: {self.folder} updates a weight of {found[0]} × {found[1]}, but {name!r} has "
+                f"{rows} × {columns}: it is an adapter of another model.",
+                key="lora.adapter",
             )
 
 
