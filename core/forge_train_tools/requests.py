@@ -128,10 +128,22 @@ def continuing(request: Request, folder: str) -> Request:
     file = Path(folder) / "adapter_config.json"
     try:
         kind = json.loads(file.read_text(encoding="utf-8")).get("peft_type")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"--adapter {folder}: expected a folder of PEFT with an {file.name}.{_hint(folder)}"
+        ) from error
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"--adapter {folder}: expected a folder of PEFT with an {file.name} ({error}).") from error
+        raise ConfigError(f"--adapter {folder}: {file.name} can't be read: {error}.") from error
     plugin = next((one.name for one in discover() if kind in ADAPTERS.read(one)), None)
     if plugin is None:
         raise ConfigError(f"--adapter {folder}: no installed plugin continues an adapter of the kind {kind!r}.")
     values = {f"{plugin}.adapter": Path(folder).absolute()}
     return dataclasses.replace(request, plugins=(*request.plugins, plugin), set=(*as_assignments(values), *request.set))
+
+
+def _hint(folder: str) -> str:
+    """What to do with a run or a checkpoint."""
+    from forge_train.loop.run import is_checkpoint, is_run
+
+    begun = is_run(Path(folder)) or is_checkpoint(Path(folder))
+    return f" Write the one of a run: forge checkpoint export {folder} NEW --adapter" if begun else ""

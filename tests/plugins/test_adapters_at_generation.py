@@ -92,6 +92,7 @@ def test_the_command(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ("given", "says"),
     [
         (("nowhere",), "--adapter nowhere: expected a folder of PEFT with an adapter_config.json"),
+        (("checkpoint",), "Write the one of a run: forge checkpoint export checkpoint NEW --adapter"),
         (("a=inf",), "--adapter a=inf: the factor must be a finite number."),
         (("a", "a=2"), "--adapter a: given twice."),
     ],
