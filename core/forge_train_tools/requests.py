@@ -142,7 +142,7 @@ def continuing(request: Request, folder: str) -> Request:
 
 
 def _hint(folder: str) -> str:
-    """What to do with a run or a checkpoint."""
+    """Say how the adapter of a run or a checkpoint is written; empty for another folder."""
     from forge_train.loop.run import is_checkpoint, is_run
 
     begun = is_run(Path(folder)) or is_checkpoint(Path(folder))

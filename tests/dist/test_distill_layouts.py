@@ -32,8 +32,11 @@ def teacher(composition_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
     [
         (Composition("dp3", *TIED), {}),
         (Composition("ddp2", *UNTIED), {}),
-        (Composition("tp2", *UNTIED), {}),
+        (Composition("tp2", *UNTIED), {"distill.divergence": "jensen_shannon"}),
         (Composition("tp2", *TIED), {"tp.loss_parallel": False, "tp.sequence_parallel": False}),
+        (Composition("ddp2", *TIED), {"distill.divergence": "reverse"}),
+        pytest.param(Composition("tp2", *UNTIED), {}, marks=pytest.mark.extended),
+        pytest.param(Composition("tp2", *TIED), {"distill.divergence": "reverse"}, marks=pytest.mark.extended),
         pytest.param(Composition("tp2×dp2", *TIED), {}, marks=pytest.mark.extended),
     ],
     ids=str,
@@ -48,6 +51,7 @@ def test_agrees_with_one_process(
         "distill.chunk": "48",
     }
     request = composition.request(composition_file, ("distill",), **settings, **layout)
-    reference = composition.reference(composition_file, ("distill",), **settings)
+    own = {key: value for key, value in layout.items() if key.startswith("distill.")}
+    reference = composition.reference(composition_file, ("distill",), **settings, **own)
     verdict = verify(request, composition.world, steps=2, reference=reference)
     assert verdict.agree, verdict

@@ -43,22 +43,34 @@ def case() -> tuple[nn.ModuleDict, Tensor, Batch]:
     return nn.ModuleDict({"head": fakes.initialised(Linear(DIM, WORDS))}), hidden, Batch(inputs, labels)
 
 
-def distillation(share: float = 0.5, temperature: float = 1.0, chunk: int = 0, words: int = WORDS) -> Any:
+def distillation(
+    share: float = 0.5, temperature: float = 1.0, chunk: int = 0, words: int = WORDS, divergence: Any = "forward"
+) -> Any:
     torch.manual_seed(1)
-    return Distillation(ChunkedCrossEntropy(), {"teacher": Teacher(words)}, share, temperature, chunk)  # type: ignore[arg-type]
+    models: Any = {"teacher": Teacher(words)}
+    return Distillation(ChunkedCrossEntropy(), models, share, temperature, chunk, divergence)
 
 
 @pytest.mark.parametrize(("share", "temperature"), [(0.5, 1.0), (1.0, 1.0), (0.3, 2.0), (1.0, 0.5)])
 @pytest.mark.parametrize("chunk", [0, 4, 1000])
-def test_loss_and_gradients_are_those_of_the_definition(share: float, temperature: float, chunk: int) -> None:
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jensen_shannon"])
+def test_loss_and_gradients_are_those_of_the_definition(
+    share: float, temperature: float, chunk: int, kind: str
+) -> None:
     part, hidden, batch = case()
-    task = distillation(share, temperature, chunk)
+    task = distillation(share, temperature, chunk, divergence=kind)
     loss = task.loss(part, hidden, batch)
     found = torch.autograd.grad(loss, [hidden, *part.parameters()])
     kept, teacher = batch.labels != MASKED, task.models["teacher"]
     mine = part["head"].double()(hidden.double())[kept]
     taught = teacher.parts[0]["head"].double()(teacher(batch.inputs).double())[kept]
-    divergence = F.kl_div((mine / temperature).log_softmax(-1), (taught / temperature).softmax(-1), reduction="sum")
+    student, master = ((one / temperature).softmax(-1) for one in (mine, taught))
+    middle = (student + master) / 2
+    divergence = {
+        "forward": F.kl_div(student.log(), master, reduction="sum"),
+        "reverse": F.kl_div(master.log(), student, reduction="sum"),
+        "jensen_shannon": sum(F.kl_div(middle.log(), one, reduction="sum") for one in (student, master)) / 2,
+    }[kind]
     expected = share * temperature**2 * divergence + (1 - share) * F.cross_entropy(
         mine, batch.labels[kept], reduction="sum"
     )
@@ -94,6 +106,7 @@ def test_a_student_comes_near_its_teacher_and_resumes(run_forge: RunForge, tmp_p
     }
     whole = run_forge(["distill"], settings, steps=30, folder=tmp_path / "whole")
     assert whole.losses[-1] < 0.5 * whole.losses[0]
+    assert [line["distill.divergence"] for line in whole.metrics] == pytest.approx(whole.losses, rel=1e-5)
     for mine, other in zip(whole.job.models["teacher"].parameters(), teacher.model.parameters(), strict=True):
         assert torch.equal(mine, other)
     short = run_forge(["distill"], settings, steps=4, folder=tmp_path / "short")

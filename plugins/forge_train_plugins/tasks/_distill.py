@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from forge_train_kit.model import full_tensor, sum_in_chunks
 
 @dataclass(frozen=True)
 class Distillation:
-    """`(1 − share) · loss + share · T² · Σ KL(teacher ‖ student)` over unmasked labels, both at temperature T."""
+    """`(1 − share) · loss + share · T² · Σ divergence` over unmasked labels, both models at temperature T."""
 
     loss_function: LossFunction
     models: Mapping[str, Model]
@@ -24,6 +26,9 @@ class Distillation:
     share: float
     temperature: float
     chunk: int
+    divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
+    observed: Callable[[], Any] = lambda: None
+    """The metric of the divergence; None in a job without metrics."""
 
     def weight(self, batch: Batch) -> int:
         return int((batch.labels != MASKED).sum())
@@ -37,6 +42,8 @@ class Distillation:
             taught = teacher(batch.inputs, **batch.model_inputs())
         loss = partial(self._divergence, head, teacher.parts[-1].get_submodule("head"))
         soft = sum_in_chunks(loss, head, self.chunk, hidden, taught, batch.labels)
+        if (metric := self.observed()) is not None:
+            metric.update(soft.detach() / self.temperature**2, (batch.labels != MASKED).sum())
         if self.share == 1:
             return soft
         return self.share * soft + (1 - self.share) * self.loss_function(hidden, head, batch.labels)
@@ -48,18 +55,27 @@ class Distillation:
     def _divergence(
         self, head: nn.Module, teaching: nn.Module, hidden: Tensor, taught: Tensor, labels: Tensor
     ) -> Tensor:
-        """The divergence of a chunk: `Σ p (x − y) − log Σ exp x + log Σ exp y`, with the teacher's logits x, their
-        softmax p and the student's logits y."""
+        """The divergence of a chunk, whose logits may be split over ranks."""
         with torch.no_grad():
             theirs = teaching(taught).float() / self.temperature
-            partition = theirs.logsumexp(-1, keepdim=True)
-            targets = (theirs - partition).exp()
+            teacher = theirs - theirs.logsumexp(-1, keepdim=True)
         mine = head(hidden).float() / self.temperature
         if mine.shape != theirs.shape:
             raise ConfigError(
                 f"distill.teacher: the teacher's vocabulary has {theirs.shape[-1]:,} tokens, but the student's has "
                 f"{mine.shape[-1]:,}; they must be equal."
             )
-        apart = full_tensor((targets * (theirs - mine)).sum(-1)) - full_tensor(partition).squeeze(-1)
-        divergence = apart + full_tensor(mine.logsumexp(-1))
-        return self.temperature**2 * (divergence * (labels != MASKED)).sum()
+        student = mine - mine.logsumexp(-1, keepdim=True)
+        if self.divergence == "forward":
+            each = kl(teacher, student)
+        elif self.divergence == "reverse":
+            each = kl(student, teacher)
+        else:
+            middle = torch.logaddexp(teacher, student) - math.log(2)
+            each = (kl(teacher, middle) + kl(student, middle)) / 2
+        return self.temperature**2 * (each * (labels != MASKED)).sum()
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q) of log-probabilities, over the last dimension."""
+    return full_tensor((log_p.exp() * (log_p - log_q)).sum(-1))

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import ExtraModel, Ge, Gt, Le, Plugin, Problem, Task, hookimpl, section
 from forge_train.config.schema import FilePath
 from forge_train_kit.hookspecs import loss
 
 if TYPE_CHECKING:
-    from forge_train import Job
+    from forge_train import Job, Metric, Model
 
 
 class Distill(Plugin):
     """Next-token prediction from a teacher's soft targets and the labels (Hinton et al. 2015, arXiv:1503.02531).
 
     The teacher is frozen. It is built by the run's plugins, with the sections that differ from the student's, and
-    sharded like the student. Evaluation uses the loss on labels alone. If the teacher has moved, resume the run with
-    its new path in `distill.weights` and `checkpoint.allow_changes = ["distill.weights"]`; its weights must be
-    identical.
+    sharded like the student. `distill.divergence` in the metrics is the mean divergence per token. Evaluation uses the
+    loss on labels alone. If the teacher has moved, resume the run with its new path in `distill.weights` and
+    `checkpoint.allow_changes = ["distill.weights"]`; its weights must be identical.
     """
 
     api = (1, 0)
@@ -34,12 +34,17 @@ class Distill(Plugin):
         """Sections of the teacher that differ from the student's, as in `[distill.teacher.decoder]`."""
         share: Annotated[float, Gt(0), Le(1)] = 0.5
         """Weight of the divergence from the teacher in the loss; the rest is the loss on labels."""
+        divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
+        """forward is KL(teacher ‖ student): the student covers all that the teacher says. reverse is KL(student ‖
+        teacher): it keeps to what the teacher finds likely (arXiv:2306.08543). jensen_shannon is the mean of both
+        models' divergences from their mean (arXiv:2306.13649, eq. 1, with β = ½)."""
         temperature: Annotated[float, Gt(0)] = 1.0
         """Divides both models' logits in the divergence, which is multiplied by its square."""
         chunk: Annotated[int, Ge(0)] = 0
         """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
 
     config: Config
+    _observed: Any = None
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
@@ -57,4 +62,13 @@ class Distill(Plugin):
         from ._distill import Distillation
 
         mine = self.config
-        return Distillation(loss(job), job.models, mine.share, mine.temperature, mine.chunk)
+        return Distillation(
+            loss(job), job.models, mine.share, mine.temperature, mine.chunk, mine.divergence, lambda: self._observed
+        )
+
+    @hookimpl
+    def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
+        from forge_train_kit.metrics import Ratio
+
+        self._observed = Ratio()
+        return {"divergence": self._observed}
