@@ -139,7 +139,8 @@ def _drawn(
 ) -> Tensor:
     """One of the two codes beside each value, uint8. Fused on CUDA, a quotient may differ in its last bit.
 
-    `inner` is a tensor of its own: compiled, `bucketize` reads a view from the start of what it views (torch 2.11).
+    `inner` is a tensor of its own: compiled, `bucketize` reads a view from the start of what it views (torch 2.11,
+    pytorch#182343).
     """
     shares = part / scales
     below = torch.bucketize(shares, inner, right=True, out_int32=True)
