@@ -13,17 +13,13 @@ from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import chat_options, json_option, named_values
+from .samples import legend, print_tokens
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
-    from forge_train_kit.data.inspection import Findings, Sample, Token
+    from forge_train_kit.data.inspection import Findings
 
 WIDTH = 40
 """Characters of the longest bar."""
-SHADES = ("#1c1f23 on #dbe7f5", "#1c1f23 on #f7e6cf")
-BORDER, UNLEARNED = "│", ("⟦", "⟧")
-"""Marks between tokens and around tokens that are not learned, if there are no colours."""
 
 
 @click.command(short_help="Look at data: lengths, samples as tokens, duplicates.")
@@ -93,13 +89,12 @@ def _show(findings: Findings) -> None:
     screen.heading("Duplicates")
     for line in repeated(findings):
         screen.line(f"  {line}")
-    colours = screen.console().is_terminal
     if findings.samples:
         screen.heading("Samples")
-        screen.line(f"  {_legend(findings, colours)}", "dim")
+        screen.line(f"  {legend(masked=findings.learned != findings.tokens)}", "dim")
     for sample in findings.samples:
         screen.line(f"\ndocument {sample.document:,}", "bold")
-        screen.console().print(_coloured(sample) if colours else Text(_plain(sample)), soft_wrap=True)
+        print_tokens(sample.tokens)
 
 
 def about(findings: Findings) -> Iterator[tuple[str, str]]:
@@ -167,48 +162,3 @@ def repeated(findings: Findings) -> Iterator[str]:
         f"near: {found.near:,} of {scope}{found.compared:,} documents ({found.near / found.compared:.2%}) resemble an "
         "earlier one, but equal none"
     )
-
-
-def _legend(findings: Findings, colours: bool) -> str:
-    masked = findings.learned != findings.tokens
-    if colours:
-        return "one shade a token, special tokens in bold, a line after each document" + masked * ", dim: not learned"
-    return f"{BORDER} between tokens, a line after each document" + masked * ", ⟦not learned⟧"
-
-
-def written(token: Token) -> str:
-    """Format a token: visible white space, a dot for part of a character, the id if its text is unknown."""
-    if token.text is None:
-        return str(token.id)
-    return screen.visible(token.text.replace("\n", "↵\n").replace("\t", "⇥\t")) or "·"
-
-
-def _coloured(sample: Sample) -> Text:
-    from rich.text import Text
-
-    text = Text()
-    for at, token in enumerate(sample.tokens):
-        style = SHADES[at % 2] + " bold" * token.special + " dim" * (not token.learned)
-        shown = written(token)
-        text.append(shown, style)
-        if token.ends:
-            text.append("\n" * (not shown.endswith("\n")) + "─" * WIDTH + "\n", "dim")
-    return text
-
-
-def _plain(sample: Sample) -> str:
-    parts: list[str] = []
-    learned, fresh = True, True
-    for token in sample.tokens:
-        if token.learned != learned:
-            parts.append(UNLEARNED[token.learned])
-            learned = token.learned
-        elif not fresh:
-            parts.append(BORDER)
-        parts.append(written(token))
-        fresh = token.ends
-        if token.ends:
-            parts.append("" if learned else UNLEARNED[1])
-            parts.append(f"\n{'─' * WIDTH}\n")
-            learned = True
-    return "".join(parts) + ("" if learned else UNLEARNED[1])

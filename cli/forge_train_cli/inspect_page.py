@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from forge_train import __version__
 
 from . import screen
-from .inspect import about, bars, quantiles, repeated, written
+from .inspect import about, bars, quantiles, repeated
+from .samples import written
 
 if TYPE_CHECKING:
     from forge_train_kit.data.inspection import Findings, Sample

@@ -225,3 +225,42 @@ def test_prepare_takes_other_names_of_fields_and_roles(forge: Forge, folder: Pat
     assert "--roles: boot = 'user' is of no use: no message has the role 'boot'" in said
     assert "expected two names with = between them" in forge(*base, "--out", "x", "--rename", "chat", fails=2).err
     assert "--roles: has no effect without --chat" in forge(*base[:5], "--out", "x", "--roles", "a=b", fails=2).err
+
+
+TURNS = [("Say 3.", "Three."), ("Say ü.", "ü!"), ("Say 4.", "Four, it is.")]
+
+
+def test_rows_are_shown_as_the_model_is_given_them(forge: Forge, folder: Path) -> None:
+    """The answer is learned up to its end, and neither the question nor the padding."""
+    records = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in TURNS]
+    text = "\n".join(json.dumps({"messages": one}) for one in records)
+    (folder / "chats.jsonl").write_text(text + "\n", encoding="utf-8")
+    asked = ("-p", "sft", "-s", "sft.path=chats.jsonl", "-s", "sft.template=plain", "-s", "sft.held_out=0")
+    asked += ("-s", "train.sequence=64", "-s", "sft.packing=pad", "-s", "sft.shuffle=false", "--without", "text")
+    found = forge("data", "show", "tiny.toml", *asked, "--sample", "--json").json
+    assert {one["plugin"] for one in found["stages"]} >= {"sft"}
+    for row, (question, answer) in zip(found["rows"], TURNS, strict=True):
+        learned = "".join(token["text"] for token in row["tokens"] if token["learned"])
+        rest = "".join(token["text"] for token in row["tokens"] if not token["learned"])
+        assert learned == f" {answer}\n\n<end>"
+        assert rest.startswith(f"User: {question}\n\nAssistant:")
+        assert row["labels"] == 64
+        assert row["learned"] == len(learned.removesuffix("<end>").encode()) + 1
+        assert len(row["tokens"]) + row["padding"] == 64
+    shown = forge("data", "show", "tiny.toml", *asked, "--sample").out
+    assert f"row 0 · {len(' Three.') + 3} of 64 labels are learned (15.6%)" in shown
+    assert "⟧ │T│h│r│e│e│.│↵" in shown
+    assert "more of the last token" in shown
+
+
+def test_rows_of_text_are_learned_to_the_last_label(forge: Forge, folder: Path) -> None:
+    (row, *_) = forge("data", "show", "tiny.toml", "--sample", "--json").json["rows"]
+    assert (row["learned"], row["labels"], row["padding"], len(row["tokens"])) == (16, 16, 0, 17)
+    assert "".join(token["text"] for token in row["tokens"]) in (folder / "corpus.txt").read_text(encoding="utf-8")
+
+
+def test_rows_without_tokens_as_labels_are_refused(forge: Forge, folder: Path) -> None:
+    (folder / "own.jsonl").write_text('{"text": "a b", "label": "x"}\n{"text": "c d", "label": "y"}\n' * 8)
+    asked = ("-p", "classify,text_labels", "-s", 'classify.classes=["x","y"]', "-s", "text_labels.path=own.jsonl")
+    said = forge("data", "show", "tiny.toml", *asked, "--without", "text", "--sample", fails=2).err
+    assert "--sample shows rows of tokens whose labels are the next ones; these have others." in said

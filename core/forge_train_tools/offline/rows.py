@@ -1,0 +1,89 @@
+"""Rows of a run's data, as its model and its task are given them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forge_train.base.errors import ConfigError
+from forge_train.contract.batch import MASKED, Batch
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
+from forge_train.plugin.job import Job
+from forge_train.registry.setup import Setup
+from forge_train_kit.data.inspection import Token
+from forge_train_kit.data.inspection.samples import texts_of
+
+from .opening import ReadOnlyRun
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row; a token is learned if it is the label of the one before it.
+
+    Args:
+        learned: number of labels that count.
+        labels: number of all labels.
+        tokens: of the row, and its last label if that counts.
+        padding: number of tokens left out at the end: the same token, never learned.
+    """
+
+    learned: int
+    labels: int
+    tokens: tuple[Token, ...]
+    padding: int
+
+
+def rows(setup: Setup, count: int) -> list[Row]:
+    """The first rows that one process would train on.
+
+    Raises:
+        ConfigError: for data that is no rows of tokens, and as the data's plugin does.
+    """
+    dist = DistributedContext(Layout(), torch.device("cpu"))
+    job = Job.of(setup.config, setup.hooks, ReadOnlyRun(Path()), dist)
+    loader, found = job.hooks.build_data("train"), list[Row]()
+    try:
+        while len(found) < count:
+            found += _rows(next(loader), job)
+    finally:
+        getattr(loader, "close", lambda: None)()
+    return found[:count]
+
+
+def _rows(batch: Batch, job: Job) -> Iterator[Row]:
+    if not _labels_are_tokens(batch):
+        raise ConfigError(
+            f"{job.hooks.whose('build_data')}: --sample shows rows of tokens whose labels are the next ones; these "
+            "have others."
+        )
+    documents = batch.document_ids if batch.document_ids is not None else torch.zeros_like(batch.inputs)
+    for ids, labels, own in zip(batch.inputs, batch.labels, documents, strict=True):
+        tokens = list(_tokens(ids, labels, own, job))
+        padding = 0
+        while len(tokens) > 1 and tokens[-1] == tokens[-2] and not tokens[-1].learned:
+            tokens.pop()
+            padding += 1
+        yield Row(int((labels != MASKED).sum()), len(labels), tuple(tokens), padding)
+
+
+def _labels_are_tokens(batch: Batch) -> bool:
+    inputs, labels = batch.inputs, batch.labels
+    if inputs.ndim != 2 or labels.shape != inputs.shape or labels.is_floating_point():
+        return False
+    counts = labels[:, :-1] != MASKED
+    return torch.equal(labels[:, :-1][counts], inputs[:, 1:][counts])
+
+
+def _tokens(ids: Tensor, labels: Tensor, documents: Tensor, job: Job) -> Iterator[Token]:
+    learned = [False, *(labels != MASKED).tolist()]
+    last = labels[-1:] if learned[-1] else labels[:0]
+    ends = [*(documents[1:] != documents[:-1]).tolist(), *[False] * (1 + len(last))]
+    shown = torch.cat([ids, last]).tolist()
+    texts = texts_of(job.hooks.tokenizer(), shown) if job.hooks.provider("tokenizer") else [(None, False)] * len(shown)
+    for id, text, known, end in zip(shown, texts, learned, ends, strict=False):
+        yield Token(id, *text, known, end)
