@@ -279,13 +279,17 @@ class TestShutdown:
     )
     def test_processes_end_with_their_parent(self, how: signal.Signals | None) -> None:
         code = (
-            "import signal, sys, time; sys.path[:0] = [{here!r}]; import test_prefetch as t\n"
+            "import signal, sys, time; sys.path[:0] = [{here!r}, {beside!r}]; import test_prefetch as t\n"
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background ignores it
             "loader = t.StreamLoader(t.Ordered(t.OddRows(100, {{9: 'hangs'}}), None, key='x'), t.job(), "
             "t.Prefetch(workers=2, kind='processes'))\n"
             "next(loader); print(*t.children(), flush=True)\n"
             "{rest}"
-        ).format(here=str(Path(__file__).parent), rest="time.sleep(600)" if how else "raise RuntimeError")
+        ).format(
+            here=str(Path(__file__).parent),
+            beside=str(Path(__file__).parents[1]),
+            rest="time.sleep(600)" if how else "raise RuntimeError",
+        )
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
