@@ -85,7 +85,8 @@ def generate(
 
     sampling = Sampling(**choices)
     prompt = _stdin() if prompt == "-" else prompt
-    opened = open_model(path, plugins=plugins, adapters=_factors(adapter))
+    adapters = _factors(adapter)
+    opened = open_model(path, plugins=plugins, adapters=adapters)
     completion = opened.complete(prompt, sampling, chat=chat)
     started = time.perf_counter()
     if not as_json:
@@ -94,7 +95,7 @@ def generate(
         for _ in completion:
             pass
         seconds = time.perf_counter() - started
-        result = {
+        result: dict[str, Any] = {
             "checkpoint": str(opened.path),
             "step": opened.step,
             "prompt": prompt,
@@ -103,24 +104,30 @@ def generate(
             "stopped": completion.stopped,
             "tokens_per_second": completion.tokens / seconds,
         }
+        if adapter:
+            result["adapters"] = adapters
         if sampling.drafts:
             result["drafts"] = {"proposed": completion.drafts.proposed, "accepted": completion.drafts.accepted}
         click.echo(dumps(result))
 
 
 def _factors(adapters: tuple[str, ...]) -> dict[str, float]:
-    """Folder → factor."""
+    """Folder → factor.
+
+    Raises:
+        ConfigError: for a factor that is none, and a folder given twice.
+    """
     found: dict[str, float] = {}
     for one in adapters:
         folder, equals, factor = one.rpartition("=")
-        if not equals:
+        if not equals or Path(one).is_dir():  # which may have the sign in its name
             folder, factor = one, "1"
         try:
             number = float(factor)
         except ValueError:
-            folder, number = one, 1.0  # a folder may have the sign in its name
+            number = math.nan
         if not math.isfinite(number):
-            raise ConfigError(f"--adapter {one}: the factor must be a finite number.")
+            raise ConfigError(f"--adapter {one}: {factor!r} is no finite number.")
         if folder in found:
             raise ConfigError(f"--adapter {folder}: given twice.")
         found[folder] = number

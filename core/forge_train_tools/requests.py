@@ -55,27 +55,22 @@ def _toml(key: str, value: object) -> str:
 
 def with_configuration(request: Request, resume: str) -> Request:
     """If none is named: the configuration in the run or checkpoint to resume, or else the preset."""
-    from forge_train.loop.run import is_checkpoint, is_run
-
     if request.config or request.model_from:
         return request
     path = Path(resume)
-    if is_run(path) or is_checkpoint(path):
+    if _is_trained(path):
         return dataclasses.replace(request, config=str(path / "config.toml"), foreign=resume)
     return dataclasses.replace(request, config=PRESET)
 
 
 def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) -> Request:
     """The request to run. If its configuration is a folder in Hugging Face layout, it is first imported as a
-    checkpoint; if it starts from such a folder, the folder's model is added to it."""
+    checkpoint; if it starts from such a folder, or from a run, that one's model is added to it."""
     if request.model_from:
-        from forge_train.loop.run import is_checkpoint, is_run
-
         from .offline.from_run import from_run
         from .offline.hf_request import starting_from
 
-        begun = is_run(Path(request.model_from)) or is_checkpoint(Path(request.model_from))
-        return from_run(request) if begun else starting_from(request)
+        return from_run(request) if _is_trained(Path(request.model_from)) else starting_from(request)
     path = Path(request.config)
     from forge_train.checkpoint.not_a_model import advice
 
@@ -96,7 +91,6 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
 def fetch(resume: str, folder: Path) -> str:
     """The run or checkpoint to resume. If it is an address, the first process fetches it and the others wait."""
     from forge_train.base.files import plain
-    from forge_train.loop.run import is_checkpoint, is_run
     from forge_train_kit.stores.addresses import address_of
 
     if not (address := address_of(resume)):
@@ -109,7 +103,7 @@ def fetch(resume: str, folder: Path) -> str:
         return fetched(address, folder)
     target = target_of(address, folder)
     deadline = time.monotonic() + LONGEST
-    while not (is_run(target) or is_checkpoint(target)):
+    while not _is_trained(target):
         if time.monotonic() > deadline:
             raise ConfigError(f"{target}: the first process has not fetched it from {resume} in {LONGEST:g} s.")
         time.sleep(0.5)
@@ -143,7 +137,13 @@ def continuing(request: Request, folder: str) -> Request:
 
 def _hint(folder: str) -> str:
     """Say how the adapter of a run or a checkpoint is written; empty for another folder."""
+    if not _is_trained(Path(folder)):
+        return ""
+    return f" Write the one of a run: forge checkpoint export {folder} NEW --adapter"
+
+
+def _is_trained(path: Path) -> bool:
+    """Return True for a run or a checkpoint."""
     from forge_train.loop.run import is_checkpoint, is_run
 
-    begun = is_run(Path(folder)) or is_checkpoint(Path(folder))
-    return f" Write the one of a run: forge checkpoint export {folder} NEW --adapter" if begun else ""
+    return is_run(path) or is_checkpoint(path)

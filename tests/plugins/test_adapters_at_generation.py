@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def by_peft(models: Path, factors: dict[str, float]) -> torch.Tensor:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(models / "base")
     model.load_state_dict(total)
     with torch.no_grad():
-        return model(torch.tensor([IDS])).logits[0]  # type: ignore[no-any-return]
+        logits: torch.Tensor = model(torch.tensor([IDS])).logits[0]
+    return logits
 
 
 @pytest.mark.parametrize("base", ["base", "checkpoint"])
@@ -81,6 +83,8 @@ def test_the_command(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     plain = text()
     assert text("--adapter", "a=0") == plain
     assert text("--adapter", "a", "--adapter", "b=0.5") != plain
+    told = json.loads(text("--adapter", "a", "--adapter", "b=0.5", "--json"))
+    assert told["adapters"] == {"a": 1.0, "b": 0.5}
     Path("a").rename("a=1x")  # the folder's own name has the sign
     try:
         assert text("--adapter", "a=1x") != plain
@@ -93,7 +97,8 @@ def test_the_command(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     [
         (("nowhere",), "--adapter nowhere: expected a folder of PEFT with an adapter_config.json"),
         (("checkpoint",), "Write the one of a run: forge checkpoint export checkpoint NEW --adapter"),
-        (("a=inf",), "--adapter a=inf: the factor must be a finite number."),
+        (("a=inf",), "--adapter a=inf: 'inf' is no finite number."),
+        (("a=half",), "--adapter a=half: 'half' is no finite number."),
         (("a", "a=2"), "--adapter a: given twice."),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from forge_train import ConfigError
 from forge_train_kit.layers import AttentionOptions
@@ -115,11 +116,22 @@ def test_repeated_heads_compute_the_same(asked: dict[str, int], monkeypatch: pyt
     assert all(query == key for query, key in heads)
 
 
-def test_a_single_query_needs_no_backend() -> None:
-    """cuDNN refuses it, and it holds no matrix anywhere: `generate` asks token by token."""
+def test_a_single_query_is_not_for_cudnn() -> None:
+    """Which refuses it, and it holds no matrix anywhere: `generate` asks token by token. Others are taken as named."""
     query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 7, 2, 8)
     found, wanted = (kernel(query, key, key, AttentionOptions()) for kernel in (Kernel("cudnn"), Eager()))
     torch.testing.assert_close(found, wanted)
+    with pytest.raises(ConfigError, match="torch can't compute"):
+        Kernel("efficient")(query, key, key, AttentionOptions())
+
+
+def test_heads_are_shared_where_the_flash_kernel_sees_a_lower_right_corner(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(_sdpa, "needs_equal_heads", lambda *_, flash: asked.append(flash))
+    query, key = torch.randn(1, 3, 4, 8, dtype=torch.bfloat16), torch.randn(1, 7, 2, 8, dtype=torch.bfloat16)
+    for mask in (causal_lower_right(3, 7), torch.zeros(3, 7, dtype=torch.bfloat16)):
+        Kernel()._compute(query, key, key, mask, None)
+    assert asked == [True, False]
 
 
 def test_the_flash_kernel_is_asked_as_torch_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:

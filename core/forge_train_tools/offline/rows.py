@@ -11,14 +11,13 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError
 from forge_train.contract.batch import MASKED, Batch
-from forge_train.mesh.distributed import DistributedContext
-from forge_train.mesh.layout import Layout
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
+from forge_train.step.forward import close
 from forge_train_kit.data.inspection import Token
 from forge_train_kit.data.inspection.samples import texts_of
 
-from .opening import ReadOnlyRun
+from .opening import lone_job
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,13 @@ def rows(setup: Setup, count: int) -> list[Row]:
     Raises:
         ConfigError: for data that is no rows of tokens, and as the data's plugin does.
     """
-    dist = DistributedContext(Layout(), torch.device("cpu"))
-    job = Job.of(setup.config, setup.hooks, ReadOnlyRun(Path()), dist)
+    job = lone_job(setup, Path(), "cpu")
     loader, found = job.hooks.build_data("train"), list[Row]()
     try:
         while len(found) < count:
             found += _rows(next(loader), job)
     finally:
-        getattr(loader, "close", lambda: None)()
+        close(loader)
     return found[:count]
 
 

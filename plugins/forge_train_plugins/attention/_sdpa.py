@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from forge_train import ConfigError, KernelCapabilities
 from forge_train_kit.layers import AttentionOptions
@@ -113,9 +113,9 @@ class Kernel:
 
     def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Call the backend; without a mask, the keys are those of the queries, or all that a single query sees."""
-        key, value = self._repeated(query, key, value, masked=mask is not None)
-        single = query.shape[1] == 1  # cuDNN refuses it, and it needs no matrix anywhere
-        with nullcontext() if self._backend == "auto" or single else only(self._backend, query, mask):
+        key, value = self._repeated(query, key, value, masked=mask is not None and not isinstance(mask, CausalBias))
+        free = self._backend == "cudnn" and query.shape[1] == 1  # cuDNN refuses it, and it needs no matrix anywhere
+        with nullcontext() if self._backend == "auto" or free else only(self._backend, query, mask):
             out_BHTD = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),

@@ -43,7 +43,7 @@ class LowRank(Adapted):
     """`W x + scale · B A x`."""
 
     lora_A: nn.Parameter  # noqa: N815  # as in the paper, and in PEFT's files
-    lora_B: nn.Parameter  # noqa: N815
+    lora_B: nn.Parameter  # noqa: N815  # the same
     lora_dropout: Dropout | None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ def lengths(squares: Tensor) -> Tensor:
 class LowRankTable(Adapted):
     """Rows of `W + scale · (B A)ᵀ`."""
 
-    lora_embedding_A: nn.Parameter  # noqa: N815
-    lora_embedding_B: nn.Parameter  # noqa: N815
+    lora_embedding_A: nn.Parameter  # noqa: N815  # as in PEFT's files
+    lora_embedding_B: nn.Parameter  # noqa: N815  # the same
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = super().forward(ids)
