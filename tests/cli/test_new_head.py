@@ -11,21 +11,12 @@ import pytest
 import torch
 
 from forge_command import Forge
+from hf_models import GROUPED
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
 
-SHAPE = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
+SHAPE = {**GROUPED, "vocab_size": 300, "head_dim": 8, "pad_token_id": None}
 RUN = ("train.steps=1", "train.global_batch=2", "train.sequence=16", "run.device=cpu", "train.evaluate_every=0")
 LABELS = (
     *("-p", "classify,text_labels", "-s", 'classify.classes=["even","odd"]', "-s", "text_labels.path=labels.jsonl"),

@@ -19,16 +19,9 @@ from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.hf_request import starting_from
 from forge_train_tools.offline.opening import lone_job
+from hf_models import GROUPED
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+SHAPE = {**GROUPED, "head_dim": 8}
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **SHAPE, **MIXTRAL},
     "qwen3_moe": {"model_type": "qwen3_moe", **SHAPE, **QWEN},
@@ -44,7 +37,7 @@ def write(folder: Path, model: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**EXPERTS[model], vocab_size=chat_model.write_tokenizer(folder))
+    config = AutoConfig.for_model(**(EXPERTS[model] | {"vocab_size": chat_model.write_tokenizer(folder)}))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
