@@ -61,6 +61,15 @@ def test_adapts_every_linear_of_a_block_and_keeps_nothing_else(base: Path, tmp_p
     assert all(torch.equal(one, after[name]) for name, one in before.items())
 
 
+def test_by_default_a_linear_of_one_row_is_left_alone(tmp_path: Path) -> None:
+    """The gate of a shared expert; any rank would be above its dimension."""
+    free = {"train": {"init_missing": []}, "checkpoint": {"only": []}}
+    _, model = hf_models.composed(tmp_path, "qwen2_moe", plugins=("lora",), lora={"rank": 4}, **free)
+    adapted = {name.rpartition(".")[0] for name, one in model.named_parameters() if one.requires_grad}
+    assert any(name.endswith("shared_expert.gate_proj") for name in adapted)
+    assert not any(name.endswith("shared_expert_gate") for name in adapted)
+
+
 def test_begins_with_the_function_of_its_base(base: Path, tmp_path: Path) -> None:
     run = tuned(tmp_path, base, {"adamw.lr": 1e-30, "adamw.weight_decay": 0.0}, steps=1)
     alone = run_forge((), {"train.init_from": str(base)}, steps=1, folder=tmp_path / "alone")

@@ -52,7 +52,7 @@ class LoRA(Plugin):
         modules: tuple[str, ...] = ()
         """Patterns of linears, embeddings and stacks of experts to adapt, such as `*.q`, `head` or `*.experts.up`; each
         must match one. Empty means all linears and stacks in the model's units: those of attention and of feed-forward
-        blocks."""
+        blocks, except linears of a single row."""
         rank: Annotated[int, Gt(0)] = 16
         """Rows of `A`, and columns of `B`."""
         alpha: Annotated[float, Gt(0)] = 32.0

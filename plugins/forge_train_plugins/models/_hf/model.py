@@ -158,9 +158,13 @@ class CausalLM(nn.Module):
         return Init("given", values=lambda seed: source.parameter(hf_name(name), seed))
 
     def reset_buffers(self) -> None:
-        """Fill the tables that the constructor could not compute on the meta device."""
+        """Fill the tables that the constructor could not compute on the meta device.
+
+        Modules that a transform added fill their own.
+        """
         for path, module in self.named_modules():
-            if next(module.buffers(recurse=False), None) is not None:
+            own = module is not self and hasattr(module, "reset_buffers")
+            if not own and next(module.buffers(recurse=False), None) is not None:
                 for name, values in self._drawn.buffers(hf_name(path)).items():
                     getattr(module, name).copy_(values)
         self._drawn.drop()

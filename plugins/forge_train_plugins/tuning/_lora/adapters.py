@@ -124,7 +124,7 @@ class Adapters:
         if self.config.modules:
             return any(fnmatchcase(target.name, pattern) for pattern in self.config.modules)
         units = tuple(f"{unit}." for unit in getattr(part, "units", ()))
-        return target.name.startswith(units) and not target.is_embedding
+        return target.name.startswith(units) and not target.is_embedding and min(target.weight.shape[-2:]) > 1
 
     def _expect_matches(self, found: Iterable[str], adapted: Iterable[str]) -> None:
         given: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
