@@ -296,6 +296,17 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert message.endswith("'tp' untied head.weight from embedding.weight, and they no longer fit each other.")
 
 
+def test_a_part_of_a_parameter_is_a_dtensor(tmp_path: Path) -> None:
+    """Otherwise a checkpoint would have one rank's rows, and a run would be none the wiser."""
+
+    def cut(part: nn.Module) -> Applied:
+        part.head.weight = nn.Parameter(part.head.weight[:3])
+        return Applied(part, ("head",))
+
+    message = complaint(tmp_path, PluginError, plugin("Late", Phase.RECOMPUTE, cut))
+    assert "'late' changed the shape of parameters; cut: head.weight. A part of one must be a DTensor" in message
+
+
 def test_a_tie_across_parts_is_refused(tmp_path: Path) -> None:
     message = complaint(tmp_path, ConfigError, toys.Cut, config={"toy_model.tied": True})
     assert "would put the tied parameters embedding.weight and head.weight into different parts" in message

@@ -202,7 +202,7 @@ def _parts(done: Applied) -> list[nn.Module]:
 class _Snapshot:
     """Properties of the model that a transform must preserve."""
 
-    names: set[str]
+    shapes: dict[str, torch.Size]  # over all ranks, if it is a DTensor
     hooks: list[tuple[str, str, Any]]
     """Module path, table, hook."""
     ties: list[tuple[str, ...]]
@@ -210,7 +210,7 @@ class _Snapshot:
     @classmethod
     def of(cls, parts: Sequence[nn.Module]) -> _Snapshot:
         return cls(
-            {name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)},
+            {name: one.shape for part in parts for name, one in part.named_parameters(remove_duplicate=False)},
             [
                 (path, table, hook)
                 for part in parts
@@ -245,7 +245,7 @@ def _check(
     if twice := _in_several(parts):
         raise PluginError(f"{who} left parameters in several parts{_some('twice', twice)}; each part has its own.")
     added = {name for one in done for name in one.added}
-    wanted, names = job.dist.gather_names(before.names | added), job.dist.gather_names(after.names)
+    wanted, names = job.dist.gather_names({*before.shapes} | added), job.dist.gather_names({*after.shapes})
     if names != wanted and job.dist.complete:
         lost, new = sorted(wanted - names), sorted(names - wanted)
         raise PluginError(
@@ -258,6 +258,9 @@ def _check(
             raise PluginError(f"{who} lost a hook of module {path!r} ({table}); replace modules with forge_train.swap.")
     check_added(who, job.dist.layout, parts, added)
     _check_ties(who, before.ties, parts, {name for one in done for name in one.copies})
+    if cut := sorted(name for name, shape in after.shapes.items() if before.shapes.get(name, shape) != shape):
+        wants = "A part of one must be a DTensor, or a checkpoint would hold one rank's part as if it were the whole."
+        raise PluginError(f"{who} changed the shape of parameters{_some('cut', cut)}. {wants}")
 
 
 def _is_here(path: str, parts: list[nn.Module], stages: int) -> bool:
