@@ -13,7 +13,17 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from chat_families import FAMILIES, names, tokenizer, untagged
-from forge_train_kit.data.chats import Conversation, Template, conversation, open_template, render, tokenise, turn_end
+from forge_train import ConfigError
+from forge_train_kit.data.chats import (
+    Conversation,
+    Template,
+    conversation,
+    open_template,
+    render,
+    tokenise,
+    tokenise_ended,
+    turn_end,
+)
 from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -247,6 +257,19 @@ def test_learns_the_last_turn_only_or_all(pair: Any, family: str) -> None:
     whole = render(template, found, learn="all")
     assert tokenise(pair(family).ours, whole)[1].all()
     assert [np.sum(tokenise(pair(family).ours, one)[1]) for one in (last, every)] != [0, 0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3"])
+def test_learns_what_a_pattern_matches_and_the_end_if_it_reaches_it(pair: Any, family: str) -> None:
+    found = conversation({"messages": said("q", "let me see <a>4</a>", "q", "<a>5</a> it is")}, "line 1")
+    template, tokens = pair(family).template, pair(family).ours
+    segments = render(template, found, pattern="<a>.*?</a>")
+    assert [segments.text[start:stop] for start, stop in segments.learned] == ["<a>4</a>", "<a>5</a>"]
+    end = turn_end(template, tokens)
+    ids, learned = tokenise_ended(tokens, template, segments, {end})
+    assert [bool(one) for one in learned[ids == end]][-3:] == [True, False, False]
+    with pytest.raises(ConfigError, match="line 1: nothing that the assistant says matches '<b>', so that nothing is"):
+        render(template, found, pattern="<b>")
 
 
 def test_the_beginning_is_there_once(pair: Any) -> None:

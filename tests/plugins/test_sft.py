@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import chat_model
+import fakes
 from forge_train import MASKED, Batch, ConfigError
 from forge_train.config.sections import TrainSection
 from forge_train_kit.data import progress
@@ -102,6 +103,14 @@ def test_the_last_turn_only(here: Path) -> None:
     write(here, several("zero", "one"), several("two"))
     batches = epoch(sft(here, learn="last").build_data(job(here), "train"))
     assert learned(here, batches) == Counter(["one<|im_end|>", "two<|im_end|>"])
+
+
+def test_only_what_a_pattern_matches(here: Path) -> None:
+    write(here, {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "hm. A: three"}]})
+    loader = sft(here, learn_pattern="A: .*").build_data(job(here), "train")
+    assert [*learned(here, epoch(loader))] == ["A: three<|im_end|>"]
+    (problem,) = [one for one in sft(here, learn_pattern="(").check_config(fakes.run_config()) if "pattern" in one.key]
+    assert problem.message.startswith("no regular expression: missing ), unterminated subpattern")
 
 
 @pytest.mark.parametrize(("packing", "most"), [("pad", 1), ("best_fit", 3)])

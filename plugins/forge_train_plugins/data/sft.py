@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -52,6 +53,9 @@ class SFT(DataPlugin):
         learn: Literal["assistant", "last", "all"] = "assistant"
         """Tokens to learn: every turn of the assistant, its last one, or all tokens but the assistant's messages with
         a weight of 0."""
+        learn_pattern: str = ""
+        """A regular expression: of these tokens, learn only what it matches, and the token that ends a turn if a match
+        reaches the end. Each conversation must match. `(?s)<answer>.*` learns answers without what leads to them."""
         each_turn: bool = False
         """Make each turn of the assistant a row of its own, of which only that turn is learned: thoughts of earlier
         turns are then removed as the template removes them when the model is used."""
@@ -92,6 +96,10 @@ class SFT(DataPlugin):
         yield from check_buckets(self.config.packing, config)
         if self.config.each_turn and self.config.learn != "assistant":
             yield Problem("sft.learn", "has no effect with sft.each_turn: a row's last turn is learned.")
+        try:
+            re.compile(self.config.learn_pattern)
+        except re.error as error:
+            yield Problem("sft.learn_pattern", f"no regular expression: {error}.")
         if not self.config.path:
             yield Problem("sft.path", "required: your conversations, such as chats.jsonl.", data=True)
 
@@ -129,6 +137,8 @@ class SFT(DataPlugin):
 
         config, rows = self.config, None
         yield "render", f"chat template: {config.template or 'of the tokenizer'}; learned: {config.learn}"
+        if config.learn_pattern:
+            yield "render", f"of that, only what matches {config.learn_pattern!r}"
         if config.each_turn:
             yield "render", "each turn of the assistant is a document that ends with it, and alone is learned"
         yield "filter", held_out(config.held_out, "conversations by their hash")
@@ -212,6 +222,7 @@ class SFT(DataPlugin):
             rename=config.rename,
             roles=config.roles,
             learn=config.learn,
+            learn_pattern=config.learn_pattern,
             each_turn=config.each_turn,
             split_special_tokens=config.split_special_tokens,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -41,7 +42,9 @@ class Segments:
     literal: tuple[Span, ...] = ()
 
 
-def render(template: Template, conversation: Conversation, *, learn: Learn = "assistant") -> Segments:
+def render(
+    template: Template, conversation: Conversation, *, learn: Learn = "assistant", pattern: str = ""
+) -> Segments:
     """The text of a conversation, and what of it is learned: the assistant's words and the token that ends its turn.
 
     Headers are not learned, nor is what a template writes after the end of a turn, such as the line break of ChatML.
@@ -50,10 +53,34 @@ def render(template: Template, conversation: Conversation, *, learn: Learn = "as
     without them the turns are found as the module `turns` describes. Messages of the conversation's context are not
     learned, unless all is.
 
+    Args:
+        template: writes the text.
+        conversation: the messages.
+        learn: what of the text is learned.
+        pattern: a regular expression; of what is learned, only its matches are. Empty for all.
+
     Raises:
         ConfigError: naming the record: the template fails on it, nothing is learned of it, the turns can't be told
             from the rest, or all is learned and a message of another role has a weight of 0.
     """
+    segments = _rendered(template, conversation, learn)
+    return _matching(segments, pattern, conversation.where) if pattern else segments
+
+
+def _matching(segments: Segments, pattern: str, where: str) -> Segments:
+    weights = segments.weights or (1.0,) * len(segments.learned)
+    found = [
+        ((start + match.start(), start + match.end()), weight)
+        for (start, stop), weight in zip(segments.learned, weights, strict=True)
+        for match in re.finditer(pattern, segments.text[start:stop])
+    ]
+    made = _segments(segments.text, found)
+    if not made.learned:
+        raise ConfigError(f"{where}: nothing that the assistant says matches {pattern!r}, so that nothing is learned.")
+    return replace(made, literal=segments.literal)
+
+
+def _rendered(template: Template, conversation: Conversation, learn: Learn) -> Segments:
     try:
         text, tagged = template.render(conversation.messages, conversation.tools)
         turns = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]

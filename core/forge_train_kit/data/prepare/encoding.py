@@ -136,7 +136,7 @@ def chats(
         for one in samples or [found]:
             if one.silent:
                 raise ConfigError(f"{one.where}: the assistant's turn is empty; a model would learn to say nothing.")
-            segments = maker.literal(render(template, one, learn=wanted.learn), one)
+            segments = maker.literal(render(template, one, learn=wanted.learn, pattern=wanted.learn_pattern), one)
             check_written(template, one, segments.text)
             text = utf8(segments.text, one.where)
             ids, trained = tokenise_ended(maker.tokenizer, template, segments, maker.ends)

@@ -47,6 +47,7 @@ class Preparation:
         template_options: of that template.
         rename, roles: see `chats.renamed`.
         learn: the part of a conversation that is learned.
+        learn_pattern: of that part, only the matches of this regular expression are learned; empty for all.
         each_turn: whether each turn of the assistant is a document of its own, which ends with it.
         split_special_tokens: whether special tokens in messages and tools stay text.
         pairs: whether records are pairs, each of which becomes two consecutive documents: preferences, which are
@@ -72,6 +73,7 @@ class Preparation:
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
     learn: Learn = "assistant"
+    learn_pattern: str = ""
     each_turn: bool = False
     split_special_tokens: bool = False
     pairs: Literal["", "preference", "embedding"] = ""
@@ -92,7 +94,8 @@ class Preparation:
             named: dict[str, Any] = {}
             if self.rename or self.roles:
                 named = {"rename": dict(self.rename), "roles": dict(self.roles)}
-            named |= {key: True for key in ("each_turn", "split_special_tokens") if getattr(self, key)}
+            options = ("each_turn", "split_special_tokens", "learn_pattern")
+            named |= {key: value for key in options if (value := getattr(self, key))}
             chosen = {
                 "template": self.template,
                 "template_options": dict(self.template_options),
