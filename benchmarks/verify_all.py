@@ -2,6 +2,7 @@
 
     python benchmarks/verify_all.py                    # everything
     python benchmarks/verify_all.py context pipelines  # these sections, of those in SECTIONS
+    python benchmarks/verify_all.py tuning             # adapters × tasks × layouts × models
     python benchmarks/verify_all.py tp4 dp3            # some layouts, without writing
 
 The full product on up to 4 processes. On 8, which share the cores, all pairs of the other factors. Context parallelism
@@ -36,12 +37,16 @@ from contexts import Context  # noqa: E402
 from contexts import product as contexts  # noqa: E402
 from family_layouts import Imported  # noqa: E402
 from family_layouts import product as families  # noqa: E402
+from forge_train.base.errors import ConfigError  # noqa: E402
 from forge_train_tools.testing import Pool, PoolError, Verifier  # noqa: E402
 from forge_train_tools.verification import Verdict  # noqa: E402
 from hf_layouts import Foreign  # noqa: E402
 from hf_layouts import product as foreign  # noqa: E402
 from pipelines import Everything, Piped  # noqa: E402
 from pipelines import product as pipelines  # noqa: E402
+from tuning import Tuned  # noqa: E402
+from tuning import product as tuned  # noqa: E402
+from tuning import write as write_tuning  # noqa: E402
 
 IN_FULL = 4
 """Processes up to which the product is taken in full."""
@@ -58,7 +63,7 @@ CRASHED = re.compile(r"the process ended with -(6|11)\b")
 COMPARED = ("loss", "grad_norm", "gradients", "later gradients", "updates", "optimizer", "evaluation")
 
 
-Case = Composition | Context | Piped | Everything | Foreign | Imported
+Case = Composition | Context | Piped | Everything | Foreign | Imported | Tuned
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ class Section:
     how: str
     """Heading of the second column."""
     cases: Callable[[], Iterable[Case]]
+    write: Callable[[Path], Path] = write
+    """Writes what the cases share into a folder; returns the configuration."""
+    wide: bool = False
+    """A column for each layout, instead of one for each thing that is compared."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +86,25 @@ class Verified:
     """One composition and what became of it."""
 
     composition: Case
-    verdict: Verdict
+    verdict: Verdict | None
+    refusal: str = ""
+    """The sentence that refuses it."""
 
-    def worst(self, name: str) -> float:
-        return next((check.worst for check in self.verdict.checks if check.name == name), math.nan)
+    def worst(self, *names: str) -> float:
+        checks = self.verdict.checks if self.verdict else ()
+        return max((check.worst for check in checks if check.name in names), default=math.nan)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it does what it should, be it to refuse."""
+        expected = getattr(self.composition, "refused", "")
+        return self.verdict.agree and not expected if self.verdict else self.refusal.startswith(expected or "\0")
 
     @property
     def failed(self) -> str:
-        return ", ".join(check.name for check in self.verdict.checks if not check.ok)
+        if self.verdict is None:
+            return f"refused: {self.refusal}"
+        return ", ".join(check.name for check in self.verdict.checks if not check.ok) or "expected to be refused"
 
 
 def chosen(layouts: Iterable[str]) -> Iterator[Composition]:
@@ -93,25 +113,31 @@ def chosen(layouts: Iterable[str]) -> Iterator[Composition]:
         yield from product([layout]) if LAYOUTS[layout].world <= IN_FULL else covering(SEED, [layout])
 
 
-def verified(compositions: list[Case]) -> Iterator[Verified]:
+def verified(compositions: list[Case], write: Callable[[Path], Path]) -> Iterator[Verified]:
     """Verify on one pool of processes, one after the other."""
     with tempfile.TemporaryDirectory(prefix="forge-verify-all-") as folder:
         file = write(Path(folder))
         with Pool(Path(folder), size=max(one.world for one in compositions)) as pool:
             verify = Verifier(pool)
             for number, one in enumerate(compositions, start=1):
-                began, arguments = time.perf_counter(), (one.request(file), one.world)
+                began = time.perf_counter()
                 try:
-                    verdict = verify(*arguments, steps=STEPS, reference=one.reference(file))
+                    done = _verified(verify, one, file)
                 except PoolError as error:
                     if not CRASHED.search(str(error)):
                         raise
                     print(f"{number:3}/{len(compositions)}  {one}: a rank crashed, once more", flush=True)
-                    verdict = verify(*arguments, steps=STEPS, reference=one.reference(file))
-                done = Verified(one, verdict)
-                sign = "agrees" if done.verdict.agree else f"DISAGREES ({done.failed})"
+                    done = _verified(verify, one, file)
+                sign = ("agrees" if done.verdict else "refused") if done.agrees else f"DISAGREES ({done.failed})"
                 print(f"{number:3}/{len(compositions)}  {one}: {sign}, {time.perf_counter() - began:.1f} s", flush=True)
                 yield done
+
+
+def _verified(verify: Verifier, one: Case, file: Path) -> Verified:
+    try:
+        return Verified(one, verify(one.request(file), one.world, steps=STEPS, reference=one.reference(file)))
+    except ConfigError as error:
+        return Verified(one, None, str(error))
 
 
 SECTIONS = {
@@ -150,6 +176,15 @@ SECTIONS = {
         "families",
         families,
     ),
+    "tuning": Section(
+        "Tuning a model that exists",
+        "Each column is a layout; a figure is the largest relative difference of losses and gradients. A number in "
+        "brackets is the sentence below that refuses the layout before training starts.",
+        "tuned",
+        tuned,
+        write_tuning,
+        wide=True,
+    ),
     "everything": Section("Every axis above 1", "One composition on 16 processes.", "schedule", lambda: [Everything()]),
 }
 
@@ -167,9 +202,30 @@ def table(found: list[Verified], how: str) -> Iterator[str]:
     for one in found:
         groups.setdefault(row_of(one.composition), []).append(one)
     for (layout, way), group in groups.items():
-        agree, worlds = sum(one.verdict.agree for one in group), sorted({one.composition.world for one in group})
+        agree, worlds = sum(one.agrees for one in group), sorted({one.composition.world for one in group})
         worst = " | ".join(figure(max(one.worst(name) for one in group)) for name in COMPARED)
         yield f"| {layout} | {', '.join(map(str, worlds))} | {way} | {agree} of {len(group)} | {worst} |"
+
+
+def wide_table(found: list[Verified]) -> Iterator[str]:
+    """A row for each adapter, task and model, and a column for each layout; below it, the refusals."""
+    cells = {one.composition.row: one for one in found if isinstance(one.composition, Tuned)}
+    rows, layouts = (list(dict.fromkeys(row[part] for row in cells)) for part in (0, 1))
+    refusals = list(dict.fromkeys(one.refusal for one in found if one.refusal))
+    yield f"| | {' | '.join(layouts)} |"
+    yield "|---" * (1 + len(layouts)) + "|"
+    for row in rows:
+        yield f"| {row} | {' | '.join(_cell(cells.get((row, layout)), refusals) for layout in layouts)} |"
+    yield ""
+    yield from (f"{number}. {sentence}" for number, sentence in enumerate(refusals, start=1))
+
+
+def _cell(one: Verified | None, refusals: list[str]) -> str:
+    if one is None:
+        return ""
+    if one.refusal:
+        return f"[{refusals.index(one.refusal) + 1}]"
+    return f"{'' if one.agrees else '✗ '}{figure(one.worst('loss', 'gradients', 'later gradients'))}"
 
 
 def row_of(case: Case) -> tuple[str, str]:
@@ -181,11 +237,17 @@ def row_of(case: Case) -> tuple[str, str]:
 
 def report(section: Section, found: list[Verified], total: int, seconds: float) -> str:
     """A section of the page, so far."""
-    failed = [f"- {one.composition}: {one.failed}. {' '.join(one.verdict.advice)}" for one in found if one.failed]
+    failed = [
+        f"- {one.composition}: {one.failed}. {' '.join(one.verdict.advice if one.verdict else ())}"
+        for one in found
+        if not one.agrees
+    ]
+    refused = sum(one.verdict is None and one.agrees for one in found)
     cores, system = os.cpu_count(), platform.system()
     date, where = time.strftime("%Y-%m-%d"), f"{cores} cores, {system}, Python {platform.python_version()}"
     cut = "" if len(found) == total else f" Cut short, of {total}."
-    count = f"{len(found)} compositions, {len(found) - len(failed)} agree; {seconds / 60:.0f} minutes.{cut}"
+    agree = f"{len(found) - len(failed) - refused} agree{f', {refused} are refused' * (refused > 0)}"
+    count = f"{len(found)} compositions, {agree}; {seconds / 60:.0f} minutes.{cut}"
     lines = [
         f"## {section.title}",
         "",
@@ -193,7 +255,7 @@ def report(section: Section, found: list[Verified], total: int, seconds: float) 
         "",
         section.text,
         "",
-        *table(found, section.how),
+        *(wide_table(found) if section.wide else table(found, section.how)),
         *(["", "Not in agreement:", "", *failed] if failed else []),
     ]
     return "\n".join(lines)
@@ -216,10 +278,12 @@ def main() -> int:
     agree = True
     for name, cases in plans:
         began, found = time.perf_counter(), list[Verified]()
-        for one in verified(sorted(cases, key=lambda case: case.world)):
+        section = SECTIONS[name or "layouts"]
+        ordered = cases if section.wide else sorted(cases, key=lambda case: case.world)
+        for one in verified(ordered, section.write):
             found.append(one)
-            agree &= one.verdict.agree
-            text = report(SECTIONS[name or "layouts"], found, len(cases), time.perf_counter() - began)
+            agree &= one.agrees
+            text = report(section, found, len(cases), time.perf_counter() - began)
             if name:
                 write_section(name, text)
         print(text)

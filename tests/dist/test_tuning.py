@@ -1,0 +1,53 @@
+"""Adapters × tasks × layouts × models: each equals one process, or is refused in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tuning
+from crossed import every_value
+from forge_train.base.errors import ConfigError, ForgeError
+from forge_train_tools.testing import Verifier
+from tuning import Tuned
+
+pytestmark = [pytest.mark.dist]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the cases share."""
+    return tuning.write(tmp_path_factory.mktemp("tuning"))
+
+
+def _pairs(case: Tuned) -> list[Any]:
+    """Which two values meet: a task and a layout only where the layout splits what the task computes from."""
+    found = [(case.adapter, case.task), (case.adapter, case.layout), (case.model, case.layout)]
+    return [*found, (case.task, case.layout)] if case.layout in ("tp2", "pp2", "cp2") else [*found]
+
+
+def _cost(case: Tuned) -> float:
+    return case.world * (4 if case.layout == "compile" else 1)
+
+
+@pytest.mark.parametrize("case", every_value([*tuning.product()], _pairs, _cost), ids=str)
+def test_tuning_agrees_with_one_process(verify: Verifier, file: Path, case: Tuned) -> None:
+    if case.refused:
+        with pytest.raises(ConfigError) as caught:
+            verify(case.request(file), case.world, steps=2, reference=case.reference(file))
+        assert str(caught.value).startswith(case.refused)
+        return
+    verdict = verify(case.request(file), case.world, steps=2, reference=case.reference(file))
+    assert verdict.agree, verdict
+
+
+def test_an_adapter_with_the_rows_of_one_rank_is_refused(verify: Verifier, file: Path) -> None:
+    """Its checkpoint would have those of the first rank."""
+    case = Tuned("lora", "sft", "decoder", "tp2")
+    request = case.request(file)
+    faulty = replace(request, plugins=(*request.plugins, "tuning_sabotage:OneRanksRows"))
+    with pytest.raises(ForgeError, match=r"changed the shape of parameters; cut: layers\.0\.attention\.k\.lora_B, "):
+        verify(faulty, 2, steps=1, reference=case.reference(file))

@@ -1,0 +1,180 @@
+"""Every way to tune a model that exists, on layouts of ranks, for the tests and `make verify-all`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import compositions
+import forge_cli
+import hf_models
+from forge_train_tools.configuration.request import Request
+
+Settings = Mapping[str, Any]
+VOCABULARY = 320
+TASKS: Mapping[str, tuple[tuple[str, ...], Settings]] = {
+    "sft": (("sft",), {"sft.template": "plain", "sft.long": "left"}),
+    "dpo": (("dpo", "text_pairs"), {"dpo.beta": 0.5, "dpo.label_smoothing": 0.1, "dpo.sft_weight": 0.2}),
+    "orpo": (("dpo", "text_pairs"), {"dpo.loss": "orpo"}),
+    "distil": (("distill", "sft"), {"sft.template": "plain", "sft.long": "left", "distill.share": 0.7}),
+}
+ADAPTERS: Mapping[str, Settings] = {
+    "lora": {"lora.dropout": 0.2, "lora.lr_ratio": 4.0},
+    "dora": {"lora.dora": True},
+}
+OF_STACKS: Mapping[str, Settings] = {"lora": {"lora.dropout": 0.0}, "dora": {"lora.modules": ["*att*"]}}
+"""What an adapter of a model with experts does without: stacks have neither masks nor magnitudes."""
+MODELS: Mapping[str, tuple[tuple[str, ...], Settings]] = {
+    "decoder": (("decoder",), {"decoder.layers": 2}),
+    "decoder, experts": (("decoder", "moe"), {"decoder.layers": 2, "moe.experts": 4, "moe.hidden": 16}),
+    "arcee": (("hf",), {"hf.type": "arcee"}),
+    "qwen2_moe": (("hf",), {"hf.type": "qwen2_moe"}),
+}
+DENSE, EXPERTS = ("decoder", "arcee"), ("decoder, experts", "qwen2_moe")
+LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], Settings]] = {
+    "fsdp2×2": (2, ("fsdp2",), {"train.micro_batch": 2}),
+    "tp2": (2, ("tp",), {"parallel.tp": 2}),
+    "pp2": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 2}),
+    "cp2": (2, ("cp",), {"parallel.cp": 2}),
+    "ac": (2, ("ddp", "ac"), {"ac.mode": "full", "train.micro_batch": 2}),
+    "compile": (2, ("fsdp2", "compile"), {"compile.backend": "aot_eager", "train.micro_batch": 2}),
+    "ep2": (2, ("ep",), {"parallel.ep": 2, "train.micro_batch": 2}),
+    "ep2×tp2": (4, ("ep", "tp"), {"parallel.ep": 2, "parallel.tp": 2, "train.micro_batch": 2}),
+    "etp2": (2, ("ep", "tp"), {"parallel.tp": 2, "parallel.etp": 2}),
+}
+OF_EXPERTS = ("ep2", "ep2×tp2", "etp2")
+"""Layouts of models with experts; they also run on the first, beside which their ranks share the data."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """An adapter that a task trains, on a model and a layout."""
+
+    adapter: str
+    task: str
+    model: str
+    layout: str
+
+    def __str__(self) -> str:
+        return ", ".join((self.adapter, self.task, self.model, self.layout))
+
+    @property
+    def world(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def row(self) -> tuple[str, str]:
+        return f"{self.adapter}, {self.task}, {self.model}", self.layout
+
+    def request(self, file: Path) -> Request:
+        """What `forge verify` is asked for it."""
+        _, plugins, settings = LAYOUTS[self.layout]
+        return self._request(file, plugins, settings)
+
+    def reference(self, file: Path) -> Request:
+        """The same on one process. Experts of transformers keep the transport, which decides what they are given."""
+        transport = ("ep",) if self.model == "qwen2_moe" and self.layout.startswith("ep") else ()
+        return self._request(file, transport, {})
+
+    @property
+    def refused(self) -> str:
+        """The start of the sentence that refuses it, or nothing."""
+        if self.layout == "pp2" and self.task in ("dpo", "distil"):
+            return {"dpo": "dpo.loss: 'sigmoid' needs a reference", "distil": "The extra model 'teacher' runs whole"}[
+                self.task
+            ]
+        if self.layout == "etp2" and self.model == "qwen2_moe":
+            return "hf: the experts of Qwen2MoeModel of transformers can't be split within"
+        return ""
+
+    def _request(self, file: Path, plugins: tuple[str, ...], settings: Settings) -> Request:
+        folder = file.parent
+        base = trained(folder, self.model)
+        tasks, own = TASKS[self.task]
+        data = {"sft": "chats.jsonl", "text_pairs": "pairs.jsonl"}[tasks[-1]]
+        if tasks[-1] == "text_pairs":
+            own = {"text_pairs.template": "plain", "text_pairs.long": "left", **own}
+        if self.task == "distil":
+            own = {"distill.weights": str(base), **own}
+        values = {
+            f"{tasks[-1]}.path": str(folder / data),
+            f"{tasks[-1]}.cache": str(folder / "cache"),
+            f"{tasks[-1]}.held_out": 0.1,
+            "train.init_from": str(base),
+            "lora.rank": 4,
+            **own,
+            **ADAPTERS[self.adapter],
+            **(OF_STACKS[self.adapter] if self.model in EXPERTS else {}),
+        }
+        return _request(file, self.model, (*tasks, *plugins, "lora"), {**values, **settings})
+
+
+def _request(file: Path, model: str, plugins: tuple[str, ...], settings: Settings) -> Request:
+    own, shape = MODELS[model]
+    request = compositions._request(file, (*own, *plugins), {**shape, **_configured(model), **settings})
+    return replace(request, without=("decoder",) if "hf" in own else ())
+
+
+def _configured(model: str) -> Settings:
+    if "hf" not in MODELS[model][0]:
+        return {}
+    config = {**hf_models.MODELS[model], "vocab_size": VOCABULARY}
+    return {"hf.set": "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in config.items()) + "}"}
+
+
+def write(folder: Path) -> Path:
+    """Chats and pairs of unlike lengths, and the configuration that every case shares."""
+    chance, words = random.Random(0), compositions.WORDS.split()
+
+    def said() -> str:
+        return " ".join(chance.choices(words, k=chance.randint(1, 4)))
+
+    chats = [
+        {"messages": [{"role": role, "content": said()} for role in ("user", "assistant") * chance.randint(1, 2)]}
+        for _ in range(120)
+    ]
+    pairs = [{"prompt": said(), "chosen": said(), "rejected": f"{said()}!"} for _ in range(120)]
+    for name, records in (("chats", chats), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    return compositions.write_config(
+        folder / "tuning.toml",
+        (),
+        run={"seed": 3},
+        train={
+            "steps": 3,
+            "global_batch": 4,
+            "micro_batch": 4,
+            "sequence": 48,
+            "evaluate_every": 2,
+            "evaluate_batches": 2,
+        },
+        decoder={"max_sequence": 64, "vocabulary": VOCABULARY},
+        adamw={"lr": 1e-2},
+    )
+
+
+@cache
+def trained(folder: Path, model: str) -> Path:
+    """A run of the model that is tuned."""
+    settings = {"sft.path": str(folder / "chats.jsonl"), "sft.template": "plain", "sft.cache": str(folder / "cache")}
+    settings |= {"sft.held_out": 0.1, "sft.long": "left", "train.steps": 2}
+    request, name = _request(folder / "tuning.toml", model, ("sft",), settings), model.replace(", ", "-")
+    options = [part for one in request.set for part in ("-s", one)]
+    options += [part for one in request.without for part in ("--without", one)]
+    given = ("--plugins", ",".join(request.plugins), "--run-dir", folder, "--name", name)
+    done = forge_cli.forge("train", folder / "tuning.toml", *given, *options)
+    assert done.code == 0, done.err
+    return folder / name
+
+
+def product() -> Iterator[Tuned]:
+    """Every adapter and task; models without experts on their layouts, and models with experts on theirs."""
+    layouts = [(model, one) for model in DENSE for one in LAYOUTS if one not in OF_EXPERTS]
+    layouts += [(model, one) for model in EXPERTS for one in ("fsdp2×2", *OF_EXPERTS)]
+    return (Tuned(adapter, task, *one) for adapter, task, one in itertools.product(ADAPTERS, TASKS, layouts))
