@@ -21,6 +21,7 @@ from .compose.compose import Composition
 from .config.tree import DEFAULT
 from .contract.events import Finished, Outcome
 from .contract.model import Model
+from .contract.protocols import Copies
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.resume import check_allowed, compare
 from .loop.run import describe_run, is_kept, is_run, set_aside
@@ -68,16 +69,14 @@ def train(
     with ExitStack() as stack:
         dist = stack.enter_context(joined(setup))
         if start is None:
-            start = dist.on_main(
-                lambda: _claimed(stack, claim(config, run_dir, plain(resume), notable, hooks.checkpoint_copies))
-            )
+            start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, plain(resume), notable, setup.copies)))
             if dist.main and dist.place.max_restarts and start.new and not (config.run.name and resume == "auto"):
                 log.warning("A restart by torchrun begins a new run: only one with a --name goes on.")
         elif dist.place.attempt:
             start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
         run = Run(start.dir, start.lock)
         job = Job.of(config, hooks, run, dist)
-        found = _found(job, start)
+        found = _found(job, start, setup.copies)
         _check_shared(job, start, found)
         if found is not None:  # before anything is written: a refused run stays as it is
             compare(job, found)
@@ -104,7 +103,7 @@ def train(
                     write_json(run.dir / "composition.json", composition.report)
 
         try:
-            training = Training(assemble(job, watcher, allocate))
+            training = Training(assemble(job, watcher, allocate), setup.copies)
             stack.callback(training.close)
             stack.enter_context(signals(job.control))
             training.start(found)
@@ -208,7 +207,7 @@ def _record_failure(job: Job, training: Training | None, model: Model | None, er
     return shown
 
 
-def _found(job: Job, start: Start) -> Path | None:
+def _found(job: Job, start: Start, copies: Copies) -> Path | None:
     """The checkpoint that the run continues from, of which every file was verified; one elsewhere, if it is newer."""
     config, run, dist = job.config, job.run, job.dist
     if start.checkpoint is not None:
@@ -219,7 +218,7 @@ def _found(job: Job, start: Start) -> Path | None:
     if not (config.run.name or start.continues):  # nobody else has the name of such a run
         return None
     path, after = (saved.path, saved.step) if saved else (None, -1)
-    return dist.on_main(lambda: job.hooks.checkpoint_copies(config, run.dir).bring(after=after)) or path
+    return dist.on_main(lambda: copies(config, run.dir).bring(after=after)) or path
 
 
 def _finished_before(job: Job, start: Start) -> Finished | None:

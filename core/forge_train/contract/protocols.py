@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+from ..base.errors import ConfigError
+from ..config import Config
 from .batch import Batch
 from .metric import Metric
 
@@ -185,7 +187,7 @@ class EvaluatedWeights:
 
 
 class CheckpointCopies:
-    """Checkpoints of a run at other places (`checkpoint_copies`); this base has no place.
+    """Checkpoints of a run at other places (`Setup.copies`); this base has no place.
 
     Only the main process uses it. Nothing here may end the run: what fails is reported, or raised as a `ForgeError`
     where a method says so.
@@ -243,3 +245,19 @@ class CheckpointCopies:
     def wait(self) -> Set[int]:
         """Wait until everything was tried, and record it. Returns the same as `look`."""
         return frozenset()
+
+
+Copies: TypeAlias = "Callable[[Config, Path], CheckpointCopies]"
+"""Configuration and folder of a run → its checkpoints elsewhere."""
+
+
+def no_copies(config: Config, run: Path) -> CheckpointCopies:
+    """For runs without checkpoints elsewhere.
+
+    Raises:
+        ConfigError: if the configuration asks for some.
+    """
+    for key in ("folder", "mirror"):
+        if getattr(config.checkpoint, key):
+            raise ConfigError(f"checkpoint.{key}: no enabled plugin makes copies; add --plugins copies.")
+    return CheckpointCopies()

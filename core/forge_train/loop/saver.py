@@ -17,11 +17,11 @@ from ..checkpoint.background import Background
 from ..checkpoint.seal import ALONE
 from ..checkpoint.writing import commit, prune, repair, stage
 from ..contract.events import CheckpointEvent
-from ..contract.protocols import CheckpointCopies
+from ..contract.protocols import CheckpointCopies, Copies, no_copies
 from ..mesh.distributed import DistributedContext
 from ..plugin import hookspecs
 from ..plugin.job import Job
-from ..store.save_plan import Copies
+from ..store import save_plan
 from . import model_files
 from .checkpoint_policy import CheckpointPolicy
 
@@ -57,17 +57,17 @@ class _Flight:
 class Saver:
     """Saves checkpoints, one after the other, and reports them."""
 
-    def __init__(self, job: Job, policy: CheckpointPolicy) -> None:
+    def __init__(self, job: Job, policy: CheckpointPolicy, elsewhere: Copies = no_copies) -> None:
         self._job, self._policy, self._config = job, policy, job.config.checkpoint
         self._stack = ExitStack()
         self._around = hookspecs.around("save", job)
         self._beside = self._stack.enter_context(job.dist.beside()) if self._config.asynchronous else None
-        self._copies: Copies = {}
+        self._copies: save_plan.Copies = {}
         self._plan: Any = None
         self._flight: _Flight | None = None
         self._began = 0.0
         self._spared: Set[int] = frozenset()
-        self._elsewhere = job.hooks.checkpoint_copies(job.config, job.run.dir) if job.dist.main else CheckpointCopies()
+        self._elsewhere = elsewhere(job.config, job.run.dir) if job.dist.main else CheckpointCopies()
 
     def start(self, step: int) -> None:
         """The run begins after a step: what an earlier attempt could not copy elsewhere is tried again."""

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from ..base.lock import Lock, take
 from ..checkpoint.not_a_model import advice
 from ..config import Config, differences
 from ..config.rules import LONGEST_NAME
-from ..contract.protocols import CheckpointCopies
+from ..contract.protocols import Copies, no_copies
 from ..mesh.axes import CONFIGURED, Axis
 from ..mesh.layout import Layout
 from ..run import records
@@ -57,15 +57,6 @@ def run_id(config: Config, notable: tuple[str, ...]) -> str:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     what = os.fsencode("-".join([config.source, *notable[:4]]))[:LONGEST_NAME].decode(errors="ignore")
     return f"{what}-{config.digest()[:8]}-{stamp}"
-
-
-Copies = Callable[[Config, Path], CheckpointCopies]
-"""Configuration and folder of a run → its checkpoints elsewhere, as `Hooks.checkpoint_copies` gives them."""
-
-
-def no_copies(config: Config, run: Path) -> CheckpointCopies:
-    """For runs without checkpoints elsewhere."""
-    return CheckpointCopies()
 
 
 def claim(

@@ -11,6 +11,7 @@ from ..base.failure import during
 from ..checkpoint import checkpoint
 from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
+from ..contract.protocols import Copies, no_copies
 from ..plugin import hookspecs
 from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
@@ -30,7 +31,7 @@ class Training:
     """An assembled run: steps, and what happens between them."""
 
     @during("build")
-    def __init__(self, stepper: Stepper) -> None:
+    def __init__(self, stepper: Stepper, copies: Copies = no_copies) -> None:
         self.stepper, self.job, self.model = stepper, stepper.job, stepper.model
         self.progress, job = Progress(), stepper.job
         self._base: Base | None = None
@@ -39,7 +40,7 @@ class Training:
         self._around_evaluate = hookspecs.around("evaluate", job)
         self._around_save = hookspecs.around("save", job)
         self.policy = CheckpointPolicy(job)
-        self.saver = Saver(job, self.policy)
+        self.saver = Saver(job, self.policy, copies)
         self._meter = Meter(job)
         self.loss: float | None = None
         self.told_of_end: set[str] = set()

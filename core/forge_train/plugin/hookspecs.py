@@ -27,7 +27,6 @@ from ..contract.batch import Preparation
 from ..contract.metric import Metric
 from ..contract.model import ExtraModel, InitialWeights
 from ..contract.protocols import (
-    CheckpointCopies,
     Evaluator,
     Executor,
     Loader,
@@ -196,11 +195,6 @@ def on_end(finished: Finished, job: Job) -> None:
     After an error, `finished.error` is raised again, or the one that explains it; other ranks may be gone, so make no
     collective then.
     """
-
-
-@hookspec("questions", asked=None)
-def checkpoint_copies(config: Config, run: Path) -> CheckpointCopies | None:
-    """Return the copies of a run's checkpoints at other places; None to keep none. `run` is the run's folder."""
 
 
 SPECS = specs_of(sys.modules[__name__])

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ..base.errors import ConfigError, PluginError, Problem
+from ..base.errors import PluginError, Problem
 from ..contract.batch import CurrentStep, Preparation, PrepareBatch, PrepareStep
 from ..contract.model import Extra, Precision
 from ..contract.protocols import (
-    CheckpointCopies,
     EvaluatedWeights,
     Evaluator,
     Loader,
@@ -97,18 +96,6 @@ class Hooks(Caller):
 
     def check_config(self, config: Config) -> list[Problem]:
         return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]
-
-    def checkpoint_copies(self, config: Config, run: Path) -> CheckpointCopies:
-        """Return the copies of the checkpoints of a run with this folder.
-
-        Raises:
-            ConfigError: if the configuration asks for copies that no plugin makes.
-        """
-        found = self.only(self.specs["checkpoint_copies"], {"config": config, "run": run})
-        for key in ("folder", "mirror") if found is None else ():
-            if getattr(config.checkpoint, key):
-                raise ConfigError(f"checkpoint.{key}: no enabled plugin makes copies; add --plugins copies.")
-        return CheckpointCopies() if found is None else cast("CheckpointCopies", found)
 
     def evaluators(self) -> list[tuple[str, Evaluator]]:
         """Every evaluator, with whose it is."""

@@ -16,6 +16,7 @@ from ..config import Config, rules
 from ..config.sections import CORE_SECTIONS
 from ..config.tree import DEFAULT, Origin, Tree, Value
 from ..config.validate import Mistake, validate
+from ..contract.protocols import Copies, no_copies
 from ..mesh.layout import Layout
 from ..plugin.calls import EnabledPlugin, plugin_note
 from ..plugin.job import Hooks
@@ -35,6 +36,8 @@ class Setup:
 
     config: Config
     hooks: Hooks
+    copies: Copies = no_copies
+    """Gives the checkpoints that a run has elsewhere."""
 
 
 @during("configure")

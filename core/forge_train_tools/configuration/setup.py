@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.failure import during
 from forge_train.base.names import canonical, is_file, split
+from forge_train.config import Config
 from forge_train.config.tree import Origin, Tree, Value
+from forge_train.contract.protocols import CheckpointCopies, no_copies
+from forge_train.plugin.job import Hooks
 from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
 from forge_train.registry.setup import Setup, make_setup
 
+from ..hookspecs import checkpoint_copies
 from .inspection import inspector
 from .request import Request, UnknownPresetError, lay, prefer_epochs
 
@@ -47,7 +53,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
     if request.foreign:
         _refuse_code(tree, request)
     origin = Origin("file", request.sections_from)
-    return make_setup(
+    setup = make_setup(
         tree,
         plugins=request.plugins,
         without=request.without,
@@ -55,6 +61,13 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         inspect=inspector(),
         **purpose,
     )
+    return replace(setup, copies=partial(_copies, setup.hooks))
+
+
+def _copies(hooks: Hooks, config: Config, run: Path) -> CheckpointCopies:
+    """The copies of a run's checkpoints that a plugin keeps."""
+    found = hooks.only(checkpoint_copies, {"config": config, "run": run})
+    return no_copies(config, run) if found is None else found
 
 
 def _refuse_code(tree: Tree, request: Request) -> None:

@@ -66,7 +66,7 @@ def train_several(
         ConfigError: for problems that are found before any of them is started.
     """
     smaller = smaller_layouts(request, nproc, min_nproc) if min_nproc else {}
-    start, lock = claim(setup.config, run_dir, resume, tuple(notable), setup.hooks.checkpoint_copies)
+    start, lock = claim(setup.config, run_dir, resume, tuple(notable), setup.copies)
     arguments = {"request": dataclasses.asdict(request), "start": _as_json(start), "quiet": quiet}
     logs, layout = start.dir / "log", Layout.of(setup.config.parallel, nproc)
     task = WorkerCommand(f"{__name__}:worker", arguments, logs / "launch", logs, layout=layout, smaller=smaller)
