@@ -103,7 +103,7 @@ def train(
                     write_json(run.dir / "composition.json", composition.report)
 
         try:
-            training = Training(assemble(job, watcher, allocate), setup.copies)
+            training = Training(assemble(job, watcher, allocate), setup)
             stack.callback(training.close)
             stack.enter_context(signals(job.control))
             training.start(found)

@@ -1,12 +1,14 @@
-"""The hooks by which models, heads, tasks and data work together; plugins call them, the kernel does not."""
+"""The hooks by which models, heads, tasks, data and stored weights work together; the kernel calls none of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from forge_train.config import Config
 from forge_train.contract.attention import KernelCapabilities
+from forge_train.contract.model import InitialWeights, Model
 from forge_train.plugin.job import Job
 from forge_train.plugin.specs import hookspec
 
@@ -66,6 +68,14 @@ def classes(job: Job) -> Classes:
 def loss(job: Job) -> LossFunction:
     """The loss of hidden states against labels."""
     raise AssertionError
+
+
+@hookspec("chain", optional=True, asked=None, starts_only=True)
+def initial_weights(path: Path, model: Model, job: Job) -> InitialWeights | None:
+    """Fill the model from `train.init_from`, or return None if this plugin does not read that format.
+
+    The kernel reads Forge's own checkpoints, unless `train.init_map` changes their weights.
+    """
 
 
 @hookspec("questions", asked=None)

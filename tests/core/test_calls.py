@@ -444,7 +444,7 @@ def test_a_slot_is_asked_of_its_one_provider() -> None:
 def test_optional_slots_may_stay_empty() -> None:
     assert hooks().provider("loss_scale") is None
     assert hooks().provider("tokenizer") is None
-    assert {name for name, spec in SPECS.items() if spec.optional and spec.kind != "slot"} == {"initial_weights"}
+    assert {name for name, spec in SPECS.items() if spec.optional and spec.kind != "slot"} == set()
     with pytest.raises(ConfigError, match="fills the slot 'tokenizer'"):
         hooks().tokenizer()
 
@@ -592,10 +592,10 @@ def test_a_thing_that_no_plugin_need_claim(tmp_path: Path) -> None:
 
     made = hooks(plugin("A", ".a"), plugin("B", ".b"), plugin("C", ".b"))
     model: Any = None
-    assert kernel.initial_weights(tmp_path / "x.a", model, made.job) == InitialWeights(("A",))
-    assert kernel.initial_weights(tmp_path / "x.c", model, made.job) is None
+    assert hookspecs.initial_weights(tmp_path / "x.a", model, made.job) == InitialWeights(("A",))
+    assert hookspecs.initial_weights(tmp_path / "x.c", model, made.job) is None
     with pytest.raises(ConfigError, match=r"Plugins 'b' and 'c' both build initial_weights for path .*x\.b"):
-        kernel.initial_weights(tmp_path / "x.b", model, made.job)
+        hookspecs.initial_weights(tmp_path / "x.b", model, made.job)
 
 
 # -- hooks of every kind are found whatever else a plugin is ---------------------------------------

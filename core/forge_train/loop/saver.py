@@ -17,7 +17,7 @@ from ..checkpoint.background import Background
 from ..checkpoint.seal import ALONE
 from ..checkpoint.writing import commit, prune, repair, stage
 from ..contract.events import CheckpointEvent
-from ..contract.protocols import CheckpointCopies, Copies, no_copies
+from ..contract.protocols import CheckpointCopies, Copies
 from ..mesh.distributed import DistributedContext
 from ..plugin import hookspecs
 from ..plugin.job import Job
@@ -57,7 +57,7 @@ class _Flight:
 class Saver:
     """Saves checkpoints, one after the other, and reports them."""
 
-    def __init__(self, job: Job, policy: CheckpointPolicy, elsewhere: Copies = no_copies) -> None:
+    def __init__(self, job: Job, policy: CheckpointPolicy, elsewhere: Copies) -> None:
         self._job, self._policy, self._config = job, policy, job.config.checkpoint
         self._stack = ExitStack()
         self._around = hookspecs.around("save", job)

@@ -11,8 +11,8 @@ from ..base.failure import during
 from ..checkpoint import checkpoint
 from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
-from ..contract.protocols import Copies, no_copies
 from ..plugin import hookspecs
+from ..registry.setup import Setup
 from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
 from ..step.aggregate import split
@@ -31,16 +31,17 @@ class Training:
     """An assembled run: steps, and what happens between them."""
 
     @during("build")
-    def __init__(self, stepper: Stepper, copies: Copies = no_copies) -> None:
+    def __init__(self, stepper: Stepper, setup: Setup) -> None:
         self.stepper, self.job, self.model = stepper, stepper.job, stepper.model
         self.progress, job = Progress(), stepper.job
         self._base: Base | None = None
+        self._fill = setup.fill
         self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
         self._around_step = hookspecs.around("step", job)
         self._around_evaluate = hookspecs.around("evaluate", job)
         self._around_save = hookspecs.around("save", job)
         self.policy = CheckpointPolicy(job)
-        self.saver = Saver(job, self.policy, copies)
+        self.saver = Saver(job, self.policy, setup.copies)
         self._meter = Meter(job)
         self.loss: float | None = None
         self.told_of_end: set[str] = set()
@@ -58,7 +59,7 @@ class Training:
                     f"{found}: is at step {self.progress.step}, and this run ends at {self.job.steps}; "
                     f"raise {self.job.config.train.length}."
                 )
-        elif taken := load_initial(self.model, self.job):
+        elif taken := load_initial(self.model, self.job, self._fill):
             self._base = taken.base
             missing, unexpected = list(taken.missing), list(taken.unexpected)
             self._event("initialised", checkpoint=taken.path, missing=missing, unexpected=unexpected)

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..base.errors import Problem
 from ..contract.batch import Preparation
 from ..contract.metric import Metric
-from ..contract.model import ExtraModel, InitialWeights
+from ..contract.model import ExtraModel
 from ..contract.protocols import (
     Evaluator,
     Executor,
@@ -41,8 +40,6 @@ from ..contract.transform import Transform
 from .specs import hookspec, specs_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from torch import nn
 
@@ -71,14 +68,6 @@ def parallelize(job: Job) -> Transform | Iterable[Transform] | None:
 @hookspec("questions")
 def extra_models(job: Job) -> Iterable[ExtraModel] | None:
     """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
-
-
-@hookspec("chain", optional=True, asked=None, starts_only=True)
-def initial_weights(path: Path, model: Model, job: Job) -> InitialWeights | None:
-    """Fill the model from `train.init_from`, or return None if this plugin does not read that format.
-
-    The kernel reads Forge's own checkpoints, unless `train.init_map` changes their weights.
-    """
 
 
 # -- the data -------------------------------------------------------------------------------------

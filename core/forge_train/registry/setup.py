@@ -16,10 +16,11 @@ from ..config import Config, rules
 from ..config.sections import CORE_SECTIONS
 from ..config.tree import DEFAULT, Origin, Tree, Value
 from ..config.validate import Mistake, validate
+from ..contract.model import InitialWeights, Model
 from ..contract.protocols import Copies, no_copies
 from ..mesh.layout import Layout
 from ..plugin.calls import EnabledPlugin, plugin_note
-from ..plugin.job import Hooks
+from ..plugin.job import Hooks, Job
 from ..plugin.plugin import PROJECT, Plugin
 from . import axes
 from .resolution import Resolution
@@ -30,6 +31,10 @@ UNKNOWN_STEPS = 10**9
 """Steps that stand in for those of a run whose length is in epochs, until its data was opened."""
 
 
+Fill = Callable[[Path, Model, Job], InitialWeights | None]
+"""Fills a model from a path, or gives None for a format that it does not read."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """A run that could start: its configuration and its plugins."""
@@ -38,6 +43,8 @@ class Setup:
     hooks: Hooks
     copies: Copies = no_copies
     """Gives the checkpoints that a run has elsewhere."""
+    fill: Fill = lambda path, model, job: None
+    """Fills a model from `train.init_from` where that is no checkpoint, or `train.init_map` changes its weights."""
 
 
 @during("configure")
@@ -134,7 +141,6 @@ def _counted(config: Config, hooks: Hooks) -> Config:
     import torch
 
     from ..mesh.distributed import DistributedContext
-    from ..plugin.job import Job
     from ..run.run import Run
 
     Job.of(config, hooks, Run(Path()), DistributedContext(Layout(), torch.device("cpu")))

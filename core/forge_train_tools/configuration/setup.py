@@ -16,6 +16,7 @@ from forge_train.contract.protocols import CheckpointCopies, no_copies
 from forge_train.plugin.job import Hooks
 from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
 from forge_train.registry.setup import Setup, make_setup
+from forge_train_kit.hookspecs import initial_weights
 
 from ..hookspecs import checkpoint_copies
 from .inspection import inspector
@@ -61,7 +62,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         inspect=inspector(),
         **purpose,
     )
-    return replace(setup, copies=partial(_copies, setup.hooks))
+    return replace(setup, copies=partial(_copies, setup.hooks), fill=initial_weights)
 
 
 def _copies(hooks: Hooks, config: Config, run: Path) -> CheckpointCopies:

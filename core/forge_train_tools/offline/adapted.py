@@ -18,6 +18,7 @@ from forge_train.registry.setup import Setup
 from forge_train.store.shards import Box
 from forge_train_kit.hf.folder import is_hugging_face
 from forge_train_kit.hf.start import merged
+from forge_train_kit.hookspecs import initial_weights
 from forge_train_kit.state_map.views import Stored, read
 
 from ..configuration.request import Request
@@ -55,7 +56,7 @@ def _changes(opened: Opened, folder: str, plugins: tuple[str, ...]) -> dict[str,
     device = cast("Device", opened.job.device.type)
     job = lone_job(_setup(opened.path, folder, plugins), opened.path, device)
     model = compose(job, extra=False).model
-    load_initial(model, job)
+    load_initial(model, job, initial_weights)
     tensors = model.state_dict()
 
     def fetch(name: str, box: Box) -> Tensor:

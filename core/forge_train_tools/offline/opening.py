@@ -30,6 +30,7 @@ from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup
 from forge_train.run.run import Run
 from forge_train_kit.hf.folder import is_hugging_face
+from forge_train_kit.hookspecs import initial_weights
 
 from ..configuration.request import Request, added_axes, lay
 from ..configuration.setup import resolve
@@ -126,7 +127,7 @@ class Source:
     def load(self, model: Model, job: Job) -> None:
         """Fill a composed model whose memory is allocated."""
         if self.saved is None:
-            load_initial(model, job)
+            load_initial(model, job, initial_weights)
         else:
             load_weights(model, job, self.path, base=job.config.train.init_from)
 
@@ -143,10 +144,8 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: t
         ConfigError: for a path that is none of these, for plugins in addition to a checkpoint's, and as in `setup_of`.
     """
     if is_hugging_face(path):
-        asked_for = wanted or Wanted()
-        request = Request(model_from=str(path), plugins=(*asked_for.plugins, *plugins), set=asked_for.set)
-        opened = wanted is None
-        request = starting_from(request)
+        more, opened = wanted or Wanted(), wanted is None
+        request = starting_from(Request(model_from=str(path), plugins=(*more.plugins, *plugins), set=more.set))
         return Source(path, resolve(request, world=world, data=not opened, opened=opened, measured=False), None)
     path = checkpoint.resolve(path)
     if plugins:

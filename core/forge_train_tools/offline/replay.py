@@ -33,6 +33,7 @@ from forge_train.run import records
 from forge_train.run.run import Run
 from forge_train.step.forward import close
 from forge_train.step.step import Progress, Stepper
+from forge_train_kit.hookspecs import initial_weights
 
 from ..configuration.request import Request, one_process
 from ..configuration.setup import resolve
@@ -131,7 +132,7 @@ def _begin(stepper: Stepper, progress: Progress, run: Path, path: Path | None) -
         restore(stepper, progress, path)
         progress.left_out = sorted({*progress.left_out, *left_out(run)})
     else:
-        load_initial(model, job)
+        load_initial(model, job, initial_weights)
     model.train()
 
 
