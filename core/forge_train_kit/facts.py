@@ -96,6 +96,13 @@ ADDS = Fact(
     "imports it without the plugin, and trains with it. A teacher or a reference is built without it.",
     literal=True,
 )
+SWITCHES = Fact(
+    "hf.switches",
+    bool,
+    "True if all that the plugin adds is switched off inside `forge_train_kit.model.without_updates`: the run's own "
+    "model, without updates, is then a reference that needs no second copy.",
+    literal=True,
+)
 ADAPTERS = Fact(
     "hf.adapters",
     tuple[str, ...],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fakes
 import forge_cli
-from forge_train import MASKED, Batch, ConfigError
+from forge_train import MASKED, Applied, Batch, ConfigError, Job, Phase, Plugin, Transform, hookimpl
 from forge_train_kit.metrics import Mean
 from forge_train_kit.model import Linear
 from forge_train_plugins.tasks._dpo import METRICS, AnswerPairs
@@ -27,6 +27,20 @@ pytestmark = [pytest.mark.unit]
 
 WORDS, DIM, LENGTHS = 19, 8, ((5, 3), (1, 4), (7, 7))
 """Tokens of the chosen and the rejected answer of each pair."""
+
+
+class Unfrozen(Plugin):
+    """Trains a norm beside what an adapter adds."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def parallelize(self, job: Job) -> Transform:
+        def apply(part: nn.Module) -> Applied:
+            part.get_submodule("norm").requires_grad_(True)
+            return Applied(part, ("norm",))
+
+        return Transform(Phase.RECOMPUTE, "unfrozen", apply)
 
 
 class Reference:
@@ -205,15 +219,41 @@ def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunFo
 
 
 def test_the_reference_has_no_adapter_of_the_model(run_forge: RunForge, base: str, tmp_path: Path) -> None:
+    """The run's own model without its updates, or, if its weights are named, a second one: to the bit the same."""
     more = {"adamw__lr": 1e-2, "train__init_from": base, "dpo__beta": 0.5}
     run = trained(run_forge, tmp_path, steps=6, plugins=["lora"], **more)
-    assert not [name for name, _ in run.job.models["reference"].named_parameters() if "lora" in name]
+    second = trained(run_forge, tmp_path, name="second", steps=6, plugins=["lora"], **more, dpo__weights=base)
+    assert not run.job.models
+    assert not [name for name, _ in second.job.models["reference"].named_parameters() if "lora" in name]
+    assert run.losses == second.losses
+    keys = [f"dpo.{name}" for name in METRICS]
+    assert [[line[key] for key in keys] for line in run.metrics] == [
+        [line[key] for key in keys] for line in second.metrics
+    ]
     assert run.losses[0] == pytest.approx(math.log(2))
     assert run.metrics[-1]["dpo.margin"] > 0.05
     assert {name.rpartition(".")[2] for name, one in run.model.named_parameters() if one.requires_grad} == {
         "lora_A",
         "lora_B",
     }
+
+
+def test_a_reference_with_its_adapter_on_is_told(
+    run_forge: RunForge, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers have trained like that, at a loss of ln 2."""
+    more = {"adamw__lr": 1e-2, "train__init_from": base}
+    monkeypatch.setattr("forge_train_plugins.tasks._dpo.without_updates", lambda part: torch.no_grad())
+    monkeypatch.setattr("forge_train_plugins.tasks.dpo.DIFFERS_BY", 3)
+    with pytest.raises(ConfigError, match="after 3 steps the reference still scores every answer as the model does"):
+        trained(run_forge, tmp_path, steps=4, plugins=["lora"], **more)
+
+
+def test_what_is_trained_beside_updates_needs_a_copy(run_forge: RunForge, base: str, tmp_path: Path) -> None:
+    more = {"train__init_from": base, "train__init_missing": ["*lora_*"], "checkpoint__only": []}
+    message = r"dpo\.weights: the reference is the model without its updates, and norm is trained beside them; name"
+    with pytest.raises(ConfigError, match=message):
+        trained(run_forge, tmp_path, steps=1, plugins=["lora", f"{__name__}:Unfrozen"], **more)
 
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Batch, Job
-from forge_train_kit.model import pair_weights, row_log_probabilities
+from forge_train_kit.model import pair_weights, row_log_probabilities, without_updates
 
 if TYPE_CHECKING:
     from .dpo import DPO
@@ -33,6 +33,10 @@ class AnswerPairs:
     job: Job
     config: DPO.Config
     observed: Callable[[], Mapping[str, Any] | None]
+    own_reference: bool = False
+    """The reference is the model without its updates, not a second one."""
+    moved: list[bool] = field(default_factory=list)
+    """Not empty once the model has scored an answer differently from its reference."""
     rows_together = 2
 
     def weight(self, batch: Batch) -> int:
@@ -42,7 +46,9 @@ class AnswerPairs:
         head, weights = part.get_submodule("head"), pair_weights(batch)
         sums, tokens = row_log_probabilities(hidden, head, batch.labels, self.job, chunk=self.config.chunk)
         scores = sums / tokens if self.config.length_normalised else sums
-        relative = scores - self._reference(batch)
+        relative = scores - self._reference(part, batch)
+        if self.own_reference and not self.moved and relative.any():
+            self.moved.append(True)
         if (metrics := self.observed()) is not None:
             rewards = self.config.beta * relative.detach()
             margin = rewards[0::2] - rewards[1::2]
@@ -60,11 +66,17 @@ class AnswerPairs:
         return logits
 
     @torch.no_grad()
-    def _reference(self, batch: Batch) -> Tensor | float:
+    def _reference(self, part: nn.Module, batch: Batch) -> Tensor | float:
         """The reference's log-probability of each row, `[batch]`; 0 without a reference."""
+        if self.own_reference:
+            with without_updates(part):
+                return self._scores(part, part(batch.inputs, **batch.model_inputs()), batch)
         if (reference := self.job.models.get("reference")) is None:
             return 0.0
-        hidden, head = reference(batch.inputs, **batch.model_inputs()), reference.parts[-1].get_submodule("head")
+        return self._scores(reference.parts[-1], reference(batch.inputs, **batch.model_inputs()), batch)
+
+    def _scores(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        head = part.get_submodule("head")
         sums, tokens = row_log_probabilities(hidden, head, batch.labels, self.job, chunk=self.config.chunk)
         return sums / tokens if self.config.length_normalised else sums
 

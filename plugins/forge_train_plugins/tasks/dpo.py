@@ -13,17 +13,22 @@ from forge_train.config.schema import FilePath
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Job, Metric, Model
+    from forge_train import Job, Metric, Model, StepResult
     from forge_train.config import Config as RunConfig
 
+    from ._dpo import AnswerPairs
+
 REFERENCE = "reference"
+DIFFERS_BY = 20
+"""The step by which a model has moved away from its reference, even with a long warm-up."""
 
 
 class DPO(Plugin):
     """Preference pairs: the chosen answer is to become more likely than the rejected one.
 
     `sigmoid` is DPO (arXiv:2305.18290, eq. 7) and `ipo` is IPO (arXiv:2310.12036, eq. 17). Both compare the model with
-    a frozen reference, by default the weights that the run starts from. `simpo` (arXiv:2405.14734, eq. 6) and `orpo`
+    a frozen reference, by default the weights that the run starts from: with `lora`, the run's own model while its
+    updates are switched off, and otherwise a second model. `simpo` (arXiv:2405.14734, eq. 6) and `orpo`
     (arXiv:2403.07691, eq. 6) need no reference, and no second model is built. The loss is the mean over the pairs of
     the global batch. Only the tokens of the answers count, including the one that ends the turn.
 
@@ -68,6 +73,7 @@ class DPO(Plugin):
 
     config: Config
     _observed: Mapping[str, Metric] | None = None
+    _task: AnswerPairs
 
     @classmethod
     def implied_values(cls, config: Any) -> Mapping[str, Any]:
@@ -124,7 +130,7 @@ class DPO(Plugin):
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
         from forge_train_kit.facts import adapters
 
-        if self._compares:
+        if self._compares and not self._is_own_reference(job):
             mine = self.config
             weights = mine.weights or job.config.train.init_from
             yield ExtraModel(REFERENCE, mine.reference, weights, without=(*mine.without, *adapters(job)))
@@ -133,7 +139,17 @@ class DPO(Plugin):
     def task(self, job: Job) -> Task:
         from ._dpo import AnswerPairs
 
-        return AnswerPairs(job, self.config, lambda: self._observed)
+        own = self._compares and self._is_own_reference(job)
+        self._task = AnswerPairs(job, self.config, lambda: self._observed, own)
+        return self._task
+
+    def _is_own_reference(self, job: Job) -> bool:
+        """True if the reference is the model itself, with the updates of its adapters switched off."""
+        from forge_train_kit.facts import SWITCHES, adapters
+
+        mine, added = self.config, adapters(job)
+        switches = all(SWITCHES.of(job.hooks.enabled[name].cls) for name in added)
+        return bool(added) and switches and not (mine.weights or mine.reference or mine.without)
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
@@ -146,11 +162,13 @@ class DPO(Plugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Compare the vocabularies.
+        """Compare the vocabularies; of a model that is its own reference, see that only its updates are trained.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: it is not so.
         """
+        if self._compares and self._is_own_reference(job):
+            self._check_trained(model)
         if (reference := job.models.get(REFERENCE)) is None:
             return
         mine, theirs = (one.parts[-1].get_submodule("head").out_features for one in (model, reference))
@@ -158,4 +176,33 @@ class DPO(Plugin):
             raise ConfigError(
                 f"dpo.reference: the reference's vocabulary has {theirs:,} tokens, but the model's has {mine:,}; they "
                 "must be equal."
+            )
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        """See that the updates of a model that is its own reference are switched off.
+
+        Raises:
+            ConfigError: none of its scores ever differed from the reference's.
+        """
+        if step.step == DIFFERS_BY and self._task.own_reference and not self._task.moved:
+            raise ConfigError(
+                f"dpo: after {step.step} steps the reference still scores every answer as the model does. Its adapter "
+                "is not switched off in `without_updates` (the fact hf.switches), or nothing is learned.",
+            )
+
+    def _check_trained(self, model: Model) -> None:
+        from forge_train.base.format import format_list
+
+        trained = [
+            name
+            for name, module in model.named_modules()
+            if not getattr(module, "updates_on", False)
+            and any(one.requires_grad for one in module.parameters(recurse=False))
+        ]
+        if trained:
+            raise ConfigError(
+                f"dpo.weights: the reference is the model without its updates, and {format_list(trained, 3)} "
+                "is trained beside them; name the checkpoint that the run starts from, of which a copy is then made.",
+                key="dpo.weights",
             )

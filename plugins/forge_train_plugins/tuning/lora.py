@@ -43,6 +43,7 @@ class LoRA(Plugin):
     facts = {
         "plan.per_unit": True,
         "hf.adds": True,
+        "hf.switches": True,
         "hf.adapters": ("LORA",),
         "check.example": ("train.init_missing=[]", "checkpoint.only=[]"),
     }

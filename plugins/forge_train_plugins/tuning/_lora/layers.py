@@ -26,6 +26,7 @@ Read = Callable[[str], Tensor]
 class Adapted(nn.Module):
     """A module with updates."""
 
+    updates_on = True
     lora_initial: Mapping[str, Init]
     """Parameter → its initial values."""
     lora_scales: Mapping[str, float]
@@ -47,6 +48,9 @@ class LowRank(Adapted):
     lora_dropout: Dropout | None
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.updates_on:
+            own: Tensor = super().forward(x)
+            return own
         taken = x if self.lora_dropout is None else self.lora_dropout(x)
         narrow = F.linear(taken, local(self.lora_A)) * self.lora_scales["weight"]
         out: Tensor = super().forward(x)
@@ -64,6 +68,8 @@ class Dora(LowRank):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = super().forward(x)
+        if not self.updates_on:
+            return out
         before, now = self._lengths()
         stretch: Tensor = ((before + local(self.lora_magnitude)) / now).to(out.dtype)
         if not self.lora_adds_bias:
@@ -96,6 +102,8 @@ class LowRankTable(Adapted):
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = super().forward(ids)
+        if not self.updates_on:
+            return out
         # The module's own look-up, with its padding, its scale and its share of the rows.
         narrow = _standing_in(self, {"weight": local(self.lora_embedding_A).t()})
         found: Tensor = super(LowRankTable, narrow).forward(ids)
@@ -110,6 +118,9 @@ class LowRankStacks(Adapted):
     before the forward."""
 
     def forward(self, *args: Any) -> Tensor:
+        if not self.updates_on:
+            own: Tensor = super().forward(*args)
+            return own
         held = {name: local(one) for name, one in self._parameters.items()}
         updates = {
             key: (held[f"{key}_lora_A"], held[f"{key}_lora_B"], scale) for key, scale in self.lora_scales.items()

@@ -1,0 +1,41 @@
+"""A model without the updates that an adapter adds to its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeGuard
+
+import torch
+from torch import nn
+
+
+class Updated(Protocol):
+    """A module with updates, of a plugin that has the fact `hf.switches`."""
+
+    updates_on: bool
+    """Its forward adds the updates. `without_updates` makes it False for a while."""
+
+
+@contextmanager
+def without_updates(part: nn.Module) -> Iterator[None]:
+    """Have a model compute what it did before it was adapted: without updates, in evaluation mode, without a graph."""
+    modules = [*part.modules()]
+    updated = [one for one in modules if _is_updated(one)]
+    training = [one for one in modules if one.training]
+    for one in updated:
+        one.updates_on = False
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for one in updated:
+            one.updates_on = True
+        for module in training:
+            module.training = True
+
+
+def _is_updated(module: object) -> TypeGuard[Updated]:
+    return getattr(module, "updates_on", False)
