@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from forge_train import Applied, ConfigError, MicroBatch
 
@@ -63,6 +64,8 @@ class Average:
         self._part, self._group, self._size = part, group, size
         self._ranks = dist.get_world_size(group)
         self._buckets: list[_Bucket] = []
+        self._attached: dict[int, nn.Parameter] = {}
+        self._hooks: list[RemovableHandle] = []
         self._next = 0
         self._last = False
 
@@ -70,8 +73,10 @@ class Average:
         """A backward pass begins: in the last one, gradients are averaged as they come."""
         if micro.direction == "forward":
             return
-        if not self._buckets:  # not earlier: parameters get their memory, and with it their identity, after composition
-            self._attach()
+        # Not earlier: parameters get their memory, and with it their identity, after composition. Frozen ones may thaw.
+        trained = {id(one): one for one in self._part.parameters() if one.requires_grad}
+        if trained.keys() != self._attached.keys():
+            self._attach(trained)
         self._last = micro.last
         self._next = 0
         for bucket in self._buckets:
@@ -91,13 +96,12 @@ class Average:
                 offset += parameter.numel()
             bucket.flat = bucket.work = None
 
-    def _attach(self) -> None:
-        seen: set[int] = set()
+    def _attach(self, trained: dict[int, nn.Parameter]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._attached, self._hooks, self._buckets = trained, [], []
         limit = min(FIRST, self._size)
-        for parameter in reversed(list(self._part.parameters())):
-            if not parameter.requires_grad or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
+        for parameter in reversed(trained.values()):
             bucket = self._buckets[-1] if self._buckets else None
             if bucket is None or bucket.bytes >= limit or bucket.parameters[0].dtype != parameter.dtype:
                 limit = self._size if self._buckets else limit
@@ -106,7 +110,7 @@ class Average:
             bucket.parameters.append(parameter)
             bucket.bytes += parameter.numel() * parameter.element_size()
             arrived = partial(self._arrived, bucket)
-            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def _arrived(self, bucket: _Bucket, parameter: Tensor) -> None:
         if not self._last:

@@ -56,6 +56,7 @@ class ShardedStep:
         drop = (micro.last or not self.drop_last_only) and not self.split
         self.under_way += {"forward": 1, "backward": -1}.get(micro.direction, 0)
         if micro.direction != "forward":
+            _note_dtypes(self.root)
             self.root.set_requires_gradient_sync((micro.last and not self.split) or self.reduce_each)
             self.root.set_reshard_after_backward(drop)
             if self.under_way:
@@ -82,6 +83,17 @@ class ShardedStep:
     def free_gathered(self) -> None:
         for module in _sharded(self.root):
             module.reshard()
+
+
+def _note_dtypes(root: FSDPModule) -> None:
+    """Have FSDP2 (2.13) find out in which dtypes a group's gradients come: it does so in the first forward, where a
+    group of which nothing was trained yet has none."""
+    for module in _sharded(root):
+        group: Any = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+        if group is None or getattr(group, "_orig_dtype", group) is not None:
+            continue
+        if any(one.sharded_param.requires_grad for one in group.fsdp_params):
+            group._init_mp_dtypes()
 
 
 def _sharded(root: FSDPModule) -> Iterable[FSDPModule]:
