@@ -87,14 +87,16 @@ def _opened(run: Path) -> Job | None:
 
 def _prompt(finished: Finished, job: Job) -> str | None:
     """The options that set a prompt; empty if none is needed, None if this run's model can't generate."""
-    if not finished.generates or job.hooks.gives("head") != "token_logits":
+    if not (finished.generates and job.hooks.provider("tokenizer")) or job.hooks.gives("head") != "token_logits":
         return None
     for name, chat in ((MESSAGE, " --chat"), (PROMPT, "")):
         file = finished.run / "artifacts" / name
         if file.is_file() and (prompt := file.read_text(encoding="utf-8")):
             return f"{chat} --prompt {shlex.quote(prompt)}"
-    tokenizer = job.hooks.tokenizer()
-    return "" if tokenizer.begin or tokenizer.end is not None else None
+    from forge_train_kit.hookspecs import tokenizer
+
+    made = tokenizer(job)
+    return "" if made.begin or made.end is not None else None
 
 
 def _longer(setup: Setup) -> str:

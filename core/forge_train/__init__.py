@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from .contract.protocols import Span as Span
     from .contract.protocols import SpanName as SpanName
     from .contract.protocols import Task as Task
-    from .contract.protocols import Tokenizer as Tokenizer
     from .contract.transform import Applied as Applied
     from .contract.transform import Phase as Phase
     from .contract.transform import Transform as Transform
@@ -86,7 +85,7 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "contract.model": "ExtraModel Init InitialWeights Model",
         "plugin.plugin": "Plugin hookimpl",
         "contract.protocols": "CheckpointCopies EvaluatedWeights Evaluator Executor"
-        " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
+        " Loader LossScale RolloutLoader Schedule Span SpanName Task",
         "plugin.specs": "HookSpec hookspec",
         "contract.transform": "Applied Phase Transform swap",
         "base.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",

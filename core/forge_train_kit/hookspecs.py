@@ -17,6 +17,7 @@ from .hf.model import HFAdapter, HFModel
 from .layers import Attention, AttentionKernel, FeedForward, Layer
 from .losses import LossFunction
 from .state_map import StateMap
+from .tokenizer import Tokenizer
 
 
 @hookspec("chain", asked="composition")
@@ -49,6 +50,12 @@ def head(spec: HeadSpec, job: Job) -> Annotated[Head, "nn.Module"]:
 @hookspec("slot", optional=True, asked="composition")
 def tail(trunk: Trunk, job: Job) -> Annotated[Tail, "nn.Module"]:
     """More layers after the model's last one, in training."""
+    raise AssertionError
+
+
+@hookspec("slot", optional=True, keeps="forge_train_kit.model_files")
+def tokenizer(job: Job) -> Tokenizer:
+    """Text to token ids and back, for generation and evaluation."""
     raise AssertionError
 
 

@@ -24,7 +24,7 @@ class OutsideModel(Outside):
     @hookimpl
     def build_model(self, job: Job) -> nn.Module:
         layer = Layer(index=0, num_layers=1, dim=16, heads=2, kv_heads=2, head_dim=8, ffn_dim=24)
-        vocabulary = job.hooks.tokenizer().vocabulary if job.hooks.provider("tokenizer") else VOCABULARY
+        vocabulary = hookspecs.tokenizer(job).vocabulary if job.hooks.provider("tokenizer") else VOCABULARY
         head = hookspecs.head(HeadSpec(16, vocabulary), job)
         mixers = hookspecs.attention(layer, job), hookspecs.feed_forward(layer, job)
         made = OutsideDecoder(vocabulary, head, *mixers, self)

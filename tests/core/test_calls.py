@@ -446,7 +446,7 @@ def test_optional_slots_may_stay_empty() -> None:
     assert hooks().provider("tokenizer") is None
     assert {name for name, spec in SPECS.items() if spec.optional and spec.kind != "slot"} == set()
     with pytest.raises(ConfigError, match="fills the slot 'tokenizer'"):
-        hooks().tokenizer()
+        hookspecs.tokenizer(hooks().job)
 
 
 # -- chains ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 
 from forge_train import ConfigError
 from forge_train_cli.app import run as forge
+from forge_train_kit import hookspecs
 from forge_train_tools.offline.generate import Completion, Sampling
 from forge_train_tools.testing import TinyRun, run_forge
 
@@ -52,7 +53,7 @@ def accepted_by_hand(run: TinyRun, ids: list[int], start: int, drafts: int) -> t
         for depth in range(drafts):
             after = torch.tensor([have[depth + 1 : depth + 1 + known]])
             hidden, normed = part.tail.draft(depth, hidden, after, positions, None)
-            have = [*have, int(part.head(normed[:, -1:])[0, -1, : run.job.hooks.tokenizer().vocabulary].argmax())]
+            have = [*have, int(part.head(normed[:, -1:])[0, -1, : hookspecs.tokenizer(run.job).vocabulary].argmax())]
         guesses = have[known + 1 :][: len(ids) - known - 2]
         agree = next((at for at, one in enumerate(guesses) if ids[known + 1 + at] != one), len(guesses))
         proposed, right, known = proposed + len(guesses), right + agree, known + agree + 1
@@ -66,7 +67,7 @@ def test_the_text_is_the_same_and_so_are_the_guesses(run: TinyRun, drafts: int, 
     plain, drafted = completed(run, prompt, tokens=tokens), completed(run, prompt, tokens=tokens, drafts=drafts)
     assert (drafted.text, drafted.tokens, drafted.stopped) == (plain.text, plain.tokens, plain.stopped)
     assert plain.drafts.proposed == 0
-    text = [*run.job.hooks.tokenizer().begin, *(prompt + plain.text).encode()]
+    text = [*hookspecs.tokenizer(run.job).begin, *(prompt + plain.text).encode()]
     assert len(text) == len(prompt) + plain.tokens
     told = (drafted.drafts.proposed, drafted.drafts.accepted)
     with torch.no_grad():

@@ -192,7 +192,8 @@ class Scripted(nn.Module):
 def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **values: Any) -> Completion:
     tokenizer = tokenizer or ByteTokenizer()
     task = SimpleNamespace(outputs=lambda part, hidden, batch: hidden)
-    hooks = SimpleNamespace(provider={"tokenizer": "text"}.get, tokenizer=lambda: tokenizer, call=lambda *_: task)
+    answers = {"tokenizer": tokenizer, "task": task}
+    hooks = SimpleNamespace(provider={"tokenizer": "text"}.get, call=lambda spec, _: answers[spec.name])
     hooks.gives = lambda slot: "token_logits"
     dist = SimpleNamespace(layout=SimpleNamespace(pp=1, cp=1), on_main=lambda function: function())
     job = SimpleNamespace(hooks=hooks, dist=dist, device=torch.device("cpu"))

@@ -16,6 +16,7 @@ from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.checkpoint.checkpoint import check
 from forge_train.engine import train
 from forge_train_cli.app import run as forge
+from forge_train_kit import hookspecs
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.hf_import import import_checkpoint
@@ -97,7 +98,7 @@ def test_a_model_keeps_its_tokens_and_files_through_training(
         assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<s>hi<|im_end|>"
         assert transformers.AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == [3, 2]
     opened = open_model(run)
-    tokenizer = opened.job.hooks.tokenizer()
+    tokenizer = hookspecs.tokenizer(opened.job)
     assert (tokenizer.begin, tokenizer.end, tokenizer.stops) == ((1,), 3, (3, 2))
     assert [*tokenizer.begin, *tokenizer.encode("one, two")] == theirs("one, two").input_ids
     assert forge(["generate", str(run), "--prompt", "The", "--tokens", "4", "--temperature", "0", "--json"]) == 0
@@ -170,7 +171,7 @@ def test_a_resumed_run_has_the_same_tokenizer(model: Path, tmp_path: Path) -> No
     assert '[tokenizer]\npath = "tokenizer"' in before
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "</s>"}))
-    with pytest.raises(ConfigError, match="tokenizer: another one, or with other special tokens"):
+    with pytest.raises(ConfigError, match="tokenizer: another one, or its files have changed"):
         trained(tmp_path, config, "train.steps=5")
     assert (run / "config.toml").read_text() == before
     assert contents(run / "tokenizer") == contents(model)

@@ -417,10 +417,6 @@ def test_a_tokenizer(tmp_path: Path, method: str, value: Any) -> None:
         def encode(self, text: str) -> Any:
             return [1]
 
-    class Asking(toys.Tower):
-        def __init__(self, job: Any) -> None:
-            job.hooks.tokenizer()
-
     class Wrong(Plugin):
         @hookimpl
         def tokenizer(self, job: Any) -> Any:
@@ -428,11 +424,7 @@ def test_a_tokenizer(tmp_path: Path, method: str, value: Any) -> None:
             setattr(tokens, method, lambda given: value)
             return tokens
 
-        @hookimpl
-        def build_model(self, job: Any) -> Any:
-            return Asking(job)
-
-    message = blamed(tmp_path, Wrong, without=["toy_model"])
+    message = blamed(tmp_path, Wrong)
     assert "hook tokenizer (" in message
     assert f": {method} (" in message
 

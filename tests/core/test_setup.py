@@ -488,4 +488,4 @@ def test_a_plugin_is_given_its_own_section(here: Installed) -> None:
 @pytest.mark.usefixtures("here")
 def test_hooks_are_not_called_before_there_is_a_job() -> None:
     with pytest.raises(PluginError, match="before the job exists"):
-        ask().hooks.tokenizer()
+        ask().hooks.build_data("train")

@@ -80,7 +80,7 @@ def test_a_stale_folder_is_named(wanted: Preparation) -> None:
     class Job:
         class hooks:
             @staticmethod
-            def tokenizer() -> Any:
+            def call(spec: Any, arguments: Any) -> Any:
                 return open_tokenizer("bytes")
 
     one = settle(wanted)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge_train import ConfigError
-from forge_train.loop import model_files
+from forge_train_kit import model_files
 from forge_train_kit.data.tokenizers import encode_documents, open_tokenizer
 
 transformers = pytest.importorskip("transformers")

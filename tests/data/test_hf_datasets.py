@@ -78,7 +78,7 @@ class Ranks:
 
         return SimpleNamespace(
             hooks=SimpleNamespace(
-                tokenizer=ByteTokenizer,
+                call=lambda spec, arguments: ByteTokenizer(),
                 provider=lambda slot: "tokenizer",
                 plugins={"tokenizer": Tokenizer(Tokenizer.Config())},
             ),

@@ -31,8 +31,7 @@ def job(of: str = "text", path: str = "bytes", rank: int = 0, ranks: int = 1, **
     plugin = Tokenizer(section)
     return SimpleNamespace(
         hooks=SimpleNamespace(
-            tokenizer=lambda: open_tokenizer(path),
-            call=lambda spec, arguments: Classes(NAMES, of),  # type: ignore[arg-type]
+            call=lambda spec, arguments: open_tokenizer(path) if spec.name == "tokenizer" else Classes(NAMES, of),  # type: ignore[arg-type]
             provider=lambda slot: slot,
             plugins={"tokenizer": plugin},
         ),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Axes, Batch, BatchPhase, Job, Plugin, PrepareBatch, hookimpl
+from forge_train_kit import hookspecs
 
 WINDOW = 4
 """Tokens ahead that a soft label is made of: at the end of a slice they come from beyond it."""
@@ -47,7 +48,7 @@ class Soften(Plugin):
 
     @hookimpl
     def prepare_batch(self, job: Job) -> PrepareBatch:
-        vocabulary = job.hooks.tokenizer().vocabulary
+        vocabulary = hookspecs.tokenizer(job).vocabulary
 
         def soften(batch: Batch) -> Batch:
             following = F.pad(batch.labels, (0, WINDOW - 1)).clamp(min=0).unfold(1, WINDOW, 1)

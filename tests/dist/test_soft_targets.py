@@ -10,6 +10,7 @@ import torch
 
 import soft_targets
 from forge_train import Axes, Batch, PluginError
+from forge_train_kit.hookspecs import tokenizer
 from forge_train_tools.testing import Pool, RunForge
 
 pytestmark = [pytest.mark.dist]
@@ -50,7 +51,7 @@ def test_what_reaches_the_task_is_made_of_the_whole_sequence_and_cut_along_its_o
     (batch,) = hooks.prepare_batch()([raw])
     rows, half = raw.inputs.shape[0], raw.inputs.shape[1] // 2
     assert batch.inputs.equal(raw.inputs[:, :half])
-    assert batch.labels.shape == (rows, half, hooks.tokenizer().vocabulary)
+    assert batch.labels.shape == (rows, half, tokenizer(run.job).vocabulary)
     assert batch.targets["weights"].equal((raw.inputs[:, :half] % 3 > 0).float().T)
     last = batch.labels[0, half - 1].nonzero().flatten().tolist()
     assert last == sorted(set(raw.labels[0, half - 1 : half - 1 + soft_targets.WINDOW].clamp(min=0).tolist()))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from forge_train import Init, Plugin, hookimpl
+from forge_train_kit import hookspecs
 from forge_train_kit.model import Embedding, Linear, RMSNorm, TensorStyle
 from forge_train_plugins.parallel._tp.replicas import Replicas, Whole
 
@@ -86,7 +87,7 @@ class Third(Plugin):
 
     @hookimpl
     def build_model(self, job: Any) -> nn.Module:
-        return Model(job.hooks.tokenizer().vocabulary)
+        return Model(hookspecs.tokenizer(job).vocabulary)
 
 
 class Unplanned(Plugin):
@@ -96,7 +97,7 @@ class Unplanned(Plugin):
 
     @hookimpl
     def build_model(self, job: Any) -> nn.Module:
-        model = Model(job.hooks.tokenizer().vocabulary)
+        model = Model(hookspecs.tokenizer(job).vocabulary)
         model.tensor_plan = None  # type: ignore[method-assign,assignment]
         return model
 

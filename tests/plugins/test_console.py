@@ -99,7 +99,7 @@ def test_the_parts_of_the_model_come_first(tmp_path: Path) -> None:
     done = run_forge([], steps=1, folder=tmp_path)
     assert [line.split()[0] for line in Board.of(done.job, done.model).plugins] == [
         *("decoder", "gqa", "swiglu", "sdpa", "lm_head"),
-        *("text", "tokenizer", "next_token", "sequential", "adamw", "cosine", "cross_entropy"),
+        *("text", "next_token", "sequential", "adamw", "cosine", "tokenizer", "cross_entropy"),
     ]
 
 

@@ -44,7 +44,7 @@ def job(here: Path, rank: int = 0, ranks: int = 1, micro_batch: int = 2, sequenc
     plugin = Tokenizer(section)
     return SimpleNamespace(
         hooks=SimpleNamespace(
-            tokenizer=lambda: plugin.tokenizer(None),  # type: ignore[arg-type]
+            call=lambda spec, arguments: plugin.tokenizer(None),  # type: ignore[arg-type]
             provider=lambda slot: slot,
             plugins={"tokenizer": plugin},
         ),

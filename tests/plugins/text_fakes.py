@@ -31,7 +31,7 @@ def job(
     *, sequence: int = 8, micro_batch: int = 2, rank: int = 0, ranks: int = 1, seed: int = 0, tokenizer: Any = None
 ) -> Any:
     return SimpleNamespace(
-        hooks=SimpleNamespace(tokenizer=lambda: tokenizer or ByteTokenizer()),
+        hooks=SimpleNamespace(call=lambda spec, arguments: tokenizer or ByteTokenizer()),
         config=SimpleNamespace(train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch, evaluate_every=0)),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
         device=torch.device("cpu"),

@@ -169,7 +169,7 @@ class Finished:
     run: Path
     reason: str = ""
     generates: bool = False
-    """True if the model can generate text: it has a tokenizer, and none of its modules looks ahead."""
+    """True if the model can continue a sequence: none of its modules looks ahead."""
     closing: list[tuple[str, str]] = field(default_factory=list)
     error: BaseException | None = None
     """The reason why the run failed or diverged (`DivergedError`); None if it is done or interrupted."""

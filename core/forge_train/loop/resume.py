@@ -30,7 +30,7 @@ from ..checkpoint.state import (
 from ..config import MAY_DIFFER, differences
 from ..plugin.job import Job
 from ..registry.discovery import discover
-from ..step.step import Progress, Stepper, tokenizer_digest
+from ..step.step import Progress, Stepper
 from ..store.placement import check_alike, describe_odd
 from ..store.tree import split
 from .run import plugin_list, saved_plugins
@@ -77,7 +77,7 @@ def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> d
         "config": job.config.values(volatile=False),
         "enabled": [entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral],
         "providers": _providers(job),
-        "tokenizer": stepper.tokenizer,
+        **stepper.kept,
     }
 
 
@@ -204,8 +204,9 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
         note(name, f"{name}: plugin {'no longer enabled' if name in old else 'not enabled then'}")
     if not silent:
         _warn_of_changed_code(job, path)
-    if saved.get("tokenizer") != tokenizer_digest(job):
-        note("tokenizer", "tokenizer: another one, or with other special tokens")
+    for slot, keeper in job.hooks.keepers.items():
+        if saved.get(slot) != keeper.digest(job):
+            note(slot, f"{slot}: another one, or its files have changed")
     lone = old.keys() ^ new.keys()
     for key, before, after in differences(saved["config"], job.config.values(volatile=False)):
         section = key.partition(".")[0]
@@ -246,7 +247,7 @@ def check_allowed(job: Job, saved: Mapping[str, Any]) -> None:
     """
     mine, plugins = job.config.everything(), {entry["name"] for entry in saved.get("enabled", ())}
     plugins |= {one.name for one in discover()}
-    known = {*mine, *plugins, *job.config.values(), *saved.get("config", ()), "tokenizer"}
+    known = {*mine, *plugins, *job.config.values(), *saved.get("config", ()), *job.hooks.keepers}
     for name in job.config.checkpoint.allow_changes:
         section, dot, _ = canonical(name).partition(".")
         if canonical(name) not in known and (section in mine or section not in plugins):

@@ -18,23 +18,26 @@ from ..mesh.world import World
 from ..registry.write import to_toml
 from ..run.run import Run, writing
 from ..run.run_files import load
-from . import model_files
 
 if TYPE_CHECKING:
     from ..plugin.job import Hooks
 
 log = logging.getLogger("forge_train")
 
+MODEL_FILES = "tokenizer"
+"""Folder of files that go with the model, such as its tokenizer's, in a run and in each of its checkpoints."""
+
 
 def describe_run(run: Run, config: Config, hooks: Hooks, *, fresh: bool) -> None:
-    """Describe the run in its folder; a fresh one takes the tokenizer's files anew.
+    """Describe the run in its folder; a fresh one takes the files that it keeps anew.
 
     Raises:
         ConfigError: if it can't be written.
     """
     with writing(run.dir):
         (run.dir / "outcome.json").unlink(missing_ok=True)  # it has not ended yet
-        config = model_files.keep(config, hooks, run.dir, fresh=fresh)
+        for keeper in hooks.keepers.values():
+            config = keeper.keep(config, hooks, run.dir, fresh=fresh)
         write_whole(run.dir / "config.toml", to_toml(config, hooks))
         write_json(run.dir / "plugins.json", plugin_list(hooks))
         write_json(run.dir / "environment.json", environment())
@@ -52,8 +55,8 @@ def set_aside(run: Run) -> Path:
         aside.mkdir()
         for name in _MAKE_A_RUN:  # which the folder stays, also if this process is killed
             shutil.copyfile(run.dir / name, aside / name)
-        if (tokenizer := run.dir / model_files.FOLDER).is_dir():  # the configuration may name the files in it
-            shutil.copytree(tokenizer, aside / model_files.FOLDER)
+        if (files := run.dir / MODEL_FILES).is_dir():  # the configuration may name some
+            shutil.copytree(files, aside / MODEL_FILES)
         remove_remains(run.checkpoints)
         for path in sorted(run.dir.iterdir()):
             if not _stays(path.name):
@@ -68,7 +71,7 @@ _ATTEMPT = re.compile(r"attempt-(\d+)$")
 
 def _stays(name: str) -> bool:
     """Return True if an entry of a run's folder is not moved: the open log, the lock, and files that are rewritten."""
-    kept = ("log", model_files.FOLDER, *_MAKE_A_RUN)
+    kept = ("log", MODEL_FILES, *_MAKE_A_RUN)
     return name in kept or name.startswith(".") or _ATTEMPT.match(name) is not None
 
 

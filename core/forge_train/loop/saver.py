@@ -22,8 +22,8 @@ from ..mesh.distributed import DistributedContext
 from ..plugin import hookspecs
 from ..plugin.job import Job
 from ..store import save_plan
-from . import model_files
 from .checkpoint_policy import CheckpointPolicy
+from .run import MODEL_FILES
 
 log = logging.getLogger("forge_train")
 
@@ -146,7 +146,7 @@ class Saver:
         spared, elsewhere = kept | self._elsewhere.sending, self._elsewhere.everywhere
 
         def write(by: DistributedContext) -> _Written:
-            names = ("config.toml", "plugins.json", model_files.FOLDER)
+            names = ("config.toml", "plugins.json", MODEL_FILES)
             beside = [path for name in names if (path := job.run.dir / name).exists()]
             saved = commit(staged, by, beside=beside, latest=job.run.checkpoints / "latest")
             return _Written(saved, time.perf_counter() - began, kept)

@@ -23,8 +23,7 @@ from ..mesh.axes import CONFIGURED, Axis
 from ..mesh.layout import Layout
 from ..run import records
 from ..run.run import writing
-from . import model_files
-from .run import is_checkpoint, is_run
+from .run import MODEL_FILES, is_checkpoint, is_run
 
 log = logging.getLogger("forge_train")
 
@@ -137,7 +136,7 @@ def begin(
 
 def is_unfinished(path: Path) -> bool:
     """Return True if a folder has only the files that precede a run, left by a process that was killed early."""
-    known = ("log", "checkpoints", "config.toml", model_files.FOLDER)
+    known = ("log", "checkpoints", "config.toml", MODEL_FILES)
     parts = (".partial", ".lock.")
     return path.is_dir() and all(one.name in known or any(p in one.name for p in parts) for one in path.iterdir())
 

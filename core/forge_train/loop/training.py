@@ -238,7 +238,7 @@ class Training:
         self.progress.last_saved = step
 
     def _finish(self, outcome: Outcome, code: int, reason: str = "") -> Finished:
-        generates = bool(self.job.hooks.provider("tokenizer")) and not self.model.looks_ahead
+        generates = not self.model.looks_ahead
         finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason, generates)
         if outcome == "done":
             note_uncalled(self.job.hooks, "run")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ..base.errors import ConfigError
+from ..base.names import import_module
 from ..contract.reference import HookOrigin
 from .blame import note_plugin
 from .calls import Calls, EnabledPlugin, at_home, without
@@ -56,6 +57,11 @@ class Caller:
     def whose(self, hook: str, name: str = "") -> HookOrigin:
         """A plugin, its hook and where it stands, for messages; the slot's provider where no plugin is named."""
         return self._calls.whose(hook, name or self.provider(hook) or "")
+
+    @property
+    def keepers(self) -> dict[str, Any]:
+        """Slot → the module that keeps what its provider reads; see `HookSpec.keeps`."""
+        return {slot: import_module(spec.keeps) for slot, spec in self.specs.items() if spec.keeps}
 
     def implementers(self, hook: str) -> list[str]:
         """Names of the plugins that implement a hook."""

@@ -34,7 +34,6 @@ from ..contract.protocols import (
     Span,
     SpanName,
     Task,
-    Tokenizer,
 )
 from ..contract.transform import Transform
 from .specs import hookspec, specs_of
@@ -76,12 +75,6 @@ def extra_models(job: Job) -> Iterable[ExtraModel] | None:
 @hookspec("slot", required=True, gives="token_rows")
 def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
     """A stateful loader of this rank's micro-batches."""
-    raise AssertionError
-
-
-@hookspec("slot", optional=True)
-def tokenizer(job: Job) -> Tokenizer:
-    """Text to token ids and back, for generation and evaluation."""
     raise AssertionError
 
 

@@ -15,12 +15,11 @@ from ..contract.protocols import (
     Evaluator,
     Loader,
     Schedule,
-    Tokenizer,
 )
 from ..run.control import Control
 from .calling import Caller
 from .calls import at_home
-from .guards import Guarded, Prepare, first_state, preparing
+from .guards import Prepare, first_state, preparing
 from .returns import kind_of
 
 if TYPE_CHECKING:
@@ -75,12 +74,6 @@ class Hooks(Caller):
                 f"{self.whose('build_data')}: state_dict must have the integer 'sequences', found {state}."
             )
         return loader
-
-    def tokenizer(self) -> Tokenizer:
-        tokenizer: Tokenizer = self._ask("tokenizer")
-        guard = Guarded(tokenizer, Tokenizer, self.whose("tokenizer"))
-        guard.decode(guard.encode("a"))
-        return tokenizer
 
     def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
         schedule: Schedule = self._ask("lr_schedule", optimizer=optimizer)

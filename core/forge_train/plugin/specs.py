@@ -57,6 +57,10 @@ class HookSpec(Generic[P, R]):
     suits: str = ""
     """The module whose `suits(hooks, config)` yields a sentence for each reason why a slot's provider does not suit a
     run that is to train; called at setup, before anything slow is imported."""
+    keeps: str = ""
+    """The module that keeps what a slot's provider reads with a run: `keep(config, hooks, folder, fresh=…)` copies its
+    files into the run's folder and returns the configuration that names the copies; `digest(job)` is a text that must
+    be the same when the run resumes."""
     trials: str = ""
     """The module whose `TRIALS` tell `forge plugins check` what to try: hook → pairs of a name and a function."""
     owner: str = ""
@@ -120,6 +124,7 @@ _KINDS: Mapping[str, tuple[HookKind, ...]] = {
     "takes": ("slot",),
     "checked": ("slot",),
     "suits": ("slot",),
+    "keeps": ("slot",),
 }
 """Option → the kinds of hooks that it is for."""
 
@@ -145,6 +150,7 @@ class Options(TypedDict, total=False):
     takes: Mapping[str, tuple[str, ...]]
     checked: bool
     suits: str
+    keeps: str
     trials: str
 
 

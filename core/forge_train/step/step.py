@@ -81,7 +81,8 @@ class Stepper(Forward):
         note_unused(job.hooks, job.config, "assembly")
         _check_parameters(job, model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.tokenizer = tokenizer_digest(job)
+        self.kept = {slot: keeper.digest(job) for slot, keeper in job.hooks.keepers.items()}
+        """Digest of what the provider of a slot reads."""
         self.evaluated = job.hooks.evaluated_weights()
         """The plugin that evaluates other weights than those trained, and which."""
         self._around_backward = hookspecs.around("forward_backward", job)
@@ -190,8 +191,3 @@ def _check_parameters(job: Job, model: Model, optimizer: torch.optim.Optimizer) 
             f"{job.hooks.whose('optimizer')}: it holds parameters that are not the model's. "
             "Take them from model.named_parameters()."
         )
-
-
-def tokenizer_digest(job: Job) -> str | None:
-    """Return the digest of the run's tokenizer, if there is one."""
-    return job.hooks.tokenizer().digest if job.hooks.provider("tokenizer") else None

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train import MASKED, ConfigError, Tokenizer
+from forge_train import MASKED, ConfigError
 from forge_train.base.errors import nearest
 from forge_train.base.format import format_list
+from forge_train_kit.tokenizer import Tokenizer
 
 from ..heads import Classes
 from .documents import Documents, Int64

@@ -19,9 +19,10 @@ from importlib.metadata import EntryPoint
 from random import Random
 from typing import Any, Protocol
 
-from forge_train import ConfigError, Tokenizer
+from forge_train import ConfigError
 from forge_train.base.errors import ForgeError, describe, nearest
 from forge_train.registry.discovery import identity
+from forge_train_kit.tokenizer import Tokenizer
 
 GROUP = "forge_train.maps"
 

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forge_train import MASKED, ConfigError, Tokenizer
+from forge_train import MASKED, ConfigError
 from forge_train.base.errors import ForgeError, describe
+from forge_train_kit.tokenizer import Tokenizer
 
 from .documents import Int64
 from .permutation import permute

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from forge_train import ConfigError
 
 if TYPE_CHECKING:
-    from forge_train import Tokenizer
+    from forge_train_kit.tokenizer import Tokenizer
 
     from .documents import Documents
     from .held_out import Side

@@ -17,9 +17,9 @@ from forge_train.base.files import load_json, regular_size
 from forge_train.base.format import format_list
 from forge_train.base.strict_json import parse_json
 from forge_train.checkpoint.not_a_model import advice
-from forge_train.loop.model_files import files
 from forge_train.store.consolidated import INDEX
 from forge_train.store.shards import whole
+from forge_train_kit.model_files import files
 
 from ..format import format_lines
 from ..lfs import check_pointer

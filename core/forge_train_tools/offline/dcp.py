@@ -25,7 +25,6 @@ from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.reading import state_problem
 from forge_train.checkpoint.seal import ALONE, weights_digest
-from forge_train.loop.model_files import FOLDER
 from forge_train.store import digest
 from forge_train.store.manifest import (
     DCP_INDEX,
@@ -42,6 +41,7 @@ from forge_train.store.manifest import (
 from forge_train.store.shards import whole
 from forge_train.store.tensors import read_range
 from forge_train.store.tree import MODEL, join, naming_problem
+from forge_train_kit.model_files import FOLDER
 from forge_train_kit.new_folder import claimed
 
 from .dcp_folder import Folder

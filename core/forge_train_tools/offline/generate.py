@@ -12,8 +12,9 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError
 from forge_train.contract.model import Model
-from forge_train.contract.protocols import Tokenizer
 from forge_train.plugin.job import Job
+from forge_train_kit import hookspecs
+from forge_train_kit.tokenizer import Tokenizer
 
 from . import drafting
 from .logits import Logits
@@ -115,7 +116,7 @@ class Completion:
         if model.looks_ahead:
             raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
         self._job, self._model, self._part, self._sampling = job, model, model.parts[0], sampling
-        self._tokenizer = job.hooks.tokenizer()
+        self._tokenizer = hookspecs.tokenizer(job)
         self._prompt = self._encode(prompt, whole=whole)
         room = self._room()
         self._count = min(sampling.tokens, room)

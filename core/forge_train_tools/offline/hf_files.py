@@ -25,6 +25,7 @@ from forge_train.store import digest
 from forge_train.store.consolidated import Files, cut, write_index
 from forge_train.store.shards import size_of
 from forge_train.store.tensor_files import Place, Shapes, as_bytes, exact_bytes, header, write_at
+from forge_train_kit import hookspecs
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, SINGLE, table
 from forge_train_kit.new_folder import claimed
@@ -263,7 +264,7 @@ def special_tokens(beside: Mapping[str, Path], job: Job) -> dict[str, Any]:
         return {key: own[key] for key in SPECIAL if key in own}
     if not job.hooks.provider("tokenizer"):
         return {}
-    tokenizer = job.hooks.tokenizer()
+    tokenizer = hookspecs.tokenizer(job)
     begin = tokenizer.begin[0] if len(tokenizer.begin) == 1 else None
     stops = [*tokenizer.stops] if len(tokenizer.stops) > 1 else tokenizer.end
     return {"bos_token_id": begin, "eos_token_id": stops, "pad_token_id": None}

@@ -21,7 +21,6 @@ from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import Model
-from forge_train.loop import model_files
 from forge_train.loop.run import plugin_list
 from forge_train.loop.weights import Patterns
 from forge_train.mesh.world import World
@@ -30,6 +29,7 @@ from forge_train.registry.setup import Setup
 from forge_train.store.consolidated import Files
 from forge_train.store.manifest import EDITABLE
 from forge_train.store.tree import MODEL
+from forge_train_kit import model_files
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import Folder
 from forge_train_kit.hf.start import new_head, noting

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.base.errors import ConfigError, nearest
-from forge_train.loop import model_files
-from forge_train.loop.model_files import files, vocabulary_of
 from forge_train.plugin.job import Hooks
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup
-from forge_train_kit import kernels
+from forge_train_kit import kernels, model_files
 from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, Folder
 from forge_train_kit.hf.start import described
+from forge_train_kit.model_files import files, vocabulary_of
 
 from ..configuration.request import Request
 from ..configuration.setup import resolve

@@ -18,16 +18,16 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
-from forge_train.loop import model_files
-from forge_train.loop.model_files import vocabulary_of
 from forge_train.loop.weights import compare_shapes, places
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train.store.consolidated import SHARD_BYTES
+from forge_train_kit import hookspecs, model_files
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import CONFIG
 from forge_train_kit.hf.ranges import Weights
 from forge_train_kit.hf.start import exported, merged
+from forge_train_kit.model_files import vocabulary_of
 
 from ..launching.launch import WorkerCommand, launch
 from .hf_files import (
@@ -149,5 +149,5 @@ def _padding(special: Mapping[str, Any], layout: HFModel, job: Job) -> dict[str,
     pad = special.get("pad_token_id")
     if "pad_token_id" not in layout.config or pad is None:
         return {}
-    stops = job.hooks.tokenizer().stops if job.hooks.provider("tokenizer") else ()
+    stops = hookspecs.tokenizer(job).stops if job.hooks.provider("tokenizer") else ()
     return {} if pad in stops else {"pad_token_id": pad}

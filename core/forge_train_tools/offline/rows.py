@@ -14,6 +14,7 @@ from forge_train.contract.batch import MASKED, Batch
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 from forge_train.step.forward import close
+from forge_train_kit import hookspecs
 from forge_train_kit.data.inspection import Token
 from forge_train_kit.data.inspection.samples import texts_of
 
@@ -82,6 +83,8 @@ def _tokens(ids: Tensor, labels: Tensor, documents: Tensor, job: Job) -> Iterato
     last = labels[-1:] if learned[-1] else labels[:0]
     ends = [*(documents[1:] != documents[:-1]).tolist(), *[False] * (1 + len(last))]
     shown = torch.cat([ids, last]).tolist()
-    texts = texts_of(job.hooks.tokenizer(), shown) if job.hooks.provider("tokenizer") else [(None, False)] * len(shown)
+    texts = (
+        texts_of(hookspecs.tokenizer(job), shown) if job.hooks.provider("tokenizer") else [(None, False)] * len(shown)
+    )
     for id, text, known, end in zip(shown, texts, learned, ends, strict=False):
         yield Token(id, *text, known, end)

@@ -11,6 +11,7 @@ from forge_train.mesh.layout import Layout
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
+from forge_train_kit import hookspecs
 
 from ..hookspecs import data_stages
 from ..planning.imagined import imagined
@@ -50,7 +51,7 @@ def stages(setup: Setup, world: int) -> list[Stage]:
         found.append(Stage("source", provider, "does not describe its data (data_stages)"))
     tokenizer = hooks.provider("tokenizer")
     if tokenizer and tokenizer not in tellers:
-        found.append(Stage("tokenise", tokenizer, f"{hooks.tokenizer().vocabulary:,} token ids"))
+        found.append(Stage("tokenise", tokenizer, f"{hookspecs.tokenizer(job).vocabulary:,} token ids"))
     silent = (name for name in hooks.implementers("prepare_batch") if name not in tellers)
     found += [Stage("map", name, "changes each batch before the model gets it (prepare_batch)") for name in silent]
     found.append(Stage("batch", "", _batch(setup, layout)))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from forge_train.base.errors import ConfigError
-from forge_train.contract.protocols import Tokenizer
-from forge_train.loop import model_files
 from forge_train.plugin import hookspecs
+from forge_train_kit import model_files
+from forge_train_kit.hookspecs import tokenizer
+from forge_train_kit.tokenizer import Tokenizer
 
 from .generate import Completion, Sampling
 from .logits import logits_of
@@ -64,7 +65,7 @@ class TrainedModel:
         """
         if not self._opened.job.hooks.provider("tokenizer"):
             raise ConfigError(f"{self.path}: this model has no tokenizer.")
-        return self._opened.job.hooks.tokenizer()
+        return tokenizer(self._opened.job)
 
     def generate(self, prompt: str = "", *, chat: bool = False, **options: Unpack[SamplingOptions]) -> str:
         """Continue a text; returns what was added to it.

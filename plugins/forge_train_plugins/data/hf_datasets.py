@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_train import Batch, ConfigError, Ge, Gt, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
+from forge_train_kit import hookspecs
 from forge_train_kit.data.plugin import DataPlugin, Prefetch, check_prefetch
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class HFDatasets(DataPlugin):
         )
         rows = StreamedRows(
             texts,
-            job.hooks.tokenizer(),
+            hookspecs.tokenizer(job),
             job.config.train.sequence,
             isolate=self.config.isolate,
             buffer=self.config.shuffle_buffer,
@@ -182,14 +183,14 @@ class HFDatasets(DataPlugin):
     def _documents(self, job: Job, split: Side) -> Documents:
         from pathlib import Path
 
-        from forge_train.loop import model_files
+        from forge_train_kit import model_files
         from forge_train_kit.data.manifest import open_prepared
         from forge_train_kit.data.prepare import Preparation, Told, cache_folder, prepare, settled
         from forge_train_kit.data.prepare.cached import stale
 
         from ._hf_datasets.opening import files_of, open_table
 
-        tokenizer, wanted = job.hooks.tokenizer(), self._wanted(split)
+        tokenizer, wanted = hookspecs.tokenizer(job), self._wanted(split)
         section, key = model_files.option(job.hooks) or ("", "")
         if not section:
             raise ConfigError("hf_datasets: the run's tokenizer is of a plugin that names no files of it.")

@@ -27,6 +27,7 @@ from forge_train import (
     section,
 )
 from forge_train.contract.protocols import Loader
+from forge_train_kit import hookspecs
 from forge_train_kit.data.plugin import (
     DataPlugin,
     Packing,
@@ -274,14 +275,14 @@ class Mixture(DataPlugin):
             job.config.train.sequence,
             packing=self.config.packing,
             isolate=self.config.isolate,
-            pad=job.hooks.tokenizer().end or 0,
+            pad=hookspecs.tokenizer(job).end or 0,
         )
 
     def _open(self, job: Job) -> dict[str, Mapping[Side, Documents]]:
         if self._opened is None:
             from forge_train_kit.data.tokens import open_tokens
 
-            tokenizer, share = job.hooks.tokenizer(), self.config.held_out
+            tokenizer, share = hookspecs.tokenizer(job), self.config.held_out
             self._opened = {
                 name: open_tokens(
                     Path(source.path), tokenizer, dtype=source.dtype, held_out=share, key=f"mixture.sources[{at}]"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
+from forge_train_kit import hookspecs
 from forge_train_kit.data.plugin import (
     DataPlugin,
     Prefetch,
@@ -119,7 +120,7 @@ class SFT(DataPlugin):
         pieces = fitted(documents, sequence, long=self.config.long, packing=packing, key="sft")
         if split == "train":
             self._epoch = pieces
-        rows = laid_out(documents, sequence, pieces, packing=packing, pad=job.hooks.tokenizer().end or 0)
+        rows = laid_out(documents, sequence, pieces, packing=packing, pad=hookspecs.tokenizer(job).end or 0)
         if not rows.count:
             which = (
                 "training" if split == "train" else "evaluation: raise sft.held_out, or set train.evaluate_every = 0"
@@ -170,8 +171,8 @@ class SFT(DataPlugin):
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
         """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
-        from forge_train.loop import model_files
         from forge_train.run.run import writing
+        from forge_train_kit import model_files
         from forge_train_kit.data.chats import open_template, write_beside
         from forge_train_kit.data.learned import tell_learned
 
@@ -183,12 +184,12 @@ class SFT(DataPlugin):
         if job.dist.main and (model_files.TOKENIZER in found or len(found) > 1):
             with writing(job.run.dir):
                 template = open_template(choice, folder, options=options)
-                write_beside(folder, template, job.hooks.tokenizer(), chosen=bool(choice or options))
+                write_beside(folder, template, hookspecs.tokenizer(job), chosen=bool(choice or options))
 
     @hookimpl
     def on_end(self, finished: Finished) -> None:
         """Store a message to try the model with, if `forge generate --chat` finds the run's template."""
-        from forge_train.loop import model_files
+        from forge_train_kit import model_files
 
         super().on_end(finished)
         job = self._job

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_train import Batch, ConfigError, Ge, Gt, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
+from forge_train_kit import hookspecs
 from forge_train_kit.data.plugin import DataPlugin, Prefetch, check_prefetch
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Synthetic(DataPlugin):
                 raise ConfigError(
                     "synthetic.vocabulary: no enabled plugin provides a tokenizer to take it from; set it."
                 )
-            vocabulary = job.hooks.tokenizer().vocabulary
+            vocabulary = hookspecs.tokenizer(job).vocabulary
         stream = RandomTokens(
             job.config.train.sequence,
             vocabulary,

@@ -11,6 +11,7 @@ from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Volatile
 from forge_train.base.errors import Problem
 from forge_train.contract.events import Evaluation, Finished, LogRecord
 from forge_train.contract.protocols import Loader
+from forge_train_kit import hookspecs
 from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Text(DataPlugin):
         try:
             files = find(self.config.path)
             plain = all(map(is_plain, files))
-            found = cached(self._recipe, job.hooks.tokenizer(), folder(self.config.cache))
+            found = cached(self._recipe, hookspecs.tokenizer(job), folder(self.config.cache))
             yield "source", f"{describe(self.config.path)}: {counted(files)}"
             yield "decode", "each file is a document" if plain else f"each record is a document: {self.config.field!r}"
             rows = len(found.train.tokens) // job.config.train.sequence if found else None
@@ -138,7 +139,7 @@ class Text(DataPlugin):
         super().on_end(finished)
         job = self._job
         if finished.outcome == "done" and self._held_out is not None and job is not None and job.dist.main:
-            prompt = opening(self._held_out, job.hooks.tokenizer())
+            prompt = opening(self._held_out, hookspecs.tokenizer(job))
             file = job.run.artifact("prompt.txt")
             file.write_text(prompt, encoding="utf-8")
             job.record(file, self)
@@ -154,7 +155,7 @@ class Text(DataPlugin):
         from ._text.corpus import open_corpus
 
         if self._corpus is None:
-            self._corpus = open_corpus(self._recipe, job.hooks.tokenizer(), folder(self.config.cache))
+            self._corpus = open_corpus(self._recipe, hookspecs.tokenizer(job), folder(self.config.cache))
         return self._corpus
 
     @cached_property

@@ -83,7 +83,7 @@ class TextLabels(DataPlugin):
             long=config.long,
             packing=config.packing,
             key="text_labels",
-            pad=job.hooks.tokenizer().end or 0,
+            pad=hookspecs.tokenizer(job).end or 0,
         )
         if not rows.count:
             which = (

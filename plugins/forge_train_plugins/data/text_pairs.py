@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Plugin, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
+from forge_train_kit import hookspecs
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +101,7 @@ class TextPairs(Plugin):
         pieces = fitted(documents, sequence, long=self.config.long, packing="pad", key="text_pairs", together=2)
         if split == "train":
             self._epoch = pieces
-        rows = PackedRows(documents, sequence, pieces, pad=job.hooks.tokenizer().end or 0)
+        rows = PackedRows(documents, sequence, pieces, pad=hookspecs.tokenizer(job).end or 0)
         if not rows.count:
             which = (
                 "training"

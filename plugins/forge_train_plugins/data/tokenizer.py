@@ -12,7 +12,7 @@ from forge_train import FilePath, Plugin, Problem, Volatile, hookimpl, section
 if TYPE_CHECKING:
     from forge_train import Job
     from forge_train.config import Config as RunConfig
-    from forge_train.contract.protocols import Tokenizer as TokenizerProtocol
+    from forge_train_kit.tokenizer import Tokenizer as TokenizerProtocol
 
 
 class Tokenizer(Plugin):
@@ -38,7 +38,7 @@ class Tokenizer(Plugin):
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
-        from forge_train.loop.model_files import files, vocabulary_of
+        from forge_train_kit.model_files import files, vocabulary_of
 
         path = Path(self.config.path)
         if self.config.path == "bytes" or path.is_file():

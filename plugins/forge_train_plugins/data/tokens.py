@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from forge_train import Batch, ConfigError, FilePath, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.events import Evaluation, LogRecord
 from forge_train.contract.protocols import Loader
+from forge_train_kit import hookspecs
 from forge_train_kit.data.plugin import (
     DataPlugin,
     Packing,
@@ -97,7 +98,7 @@ class Tokens(DataPlugin):
             job.config.train.sequence,
             packing=self.config.packing,
             isolate=self.config.isolate,
-            pad=job.hooks.tokenizer().end or 0,
+            pad=hookspecs.tokenizer(job).end or 0,
         )
         if not rows.count:
             advice = "" if split == "train" else " Hold more out, or do not evaluate (train.evaluate_every = 0)."
@@ -149,7 +150,7 @@ class Tokens(DataPlugin):
 
             path, config = Path(self.config.path), self.config
             self._sides = open_tokens(
-                path, job.hooks.tokenizer(), dtype=config.dtype, held_out=config.held_out, key="tokens"
+                path, hookspecs.tokenizer(job), dtype=config.dtype, held_out=config.held_out, key="tokens"
             )
         return self._sides
 

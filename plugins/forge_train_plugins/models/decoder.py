@@ -227,7 +227,7 @@ class Decoder(Plugin):
         trunk = write(replace(self.config, tied=True), self._vocabulary(job), model, job.config.sections)
         classes = hookspecs.classes(job) if job.hooks.provider("classes") else None
         # Texts to classify don't end with the token that ends documents; texts with a reward do.
-        pad = job.hooks.tokenizer().end if classes and job.hooks.provider("tokenizer") else None
+        pad = hookspecs.tokenizer(job).end if classes and job.hooks.provider("tokenizer") else None
         return heads.exported(trunk, given, head, classes, pad, tied=self.config.tied)
 
     def _vocabulary(self, job: Job) -> int:
@@ -241,7 +241,7 @@ class Decoder(Plugin):
             if not wanted:
                 raise ConfigError("decoder.vocabulary: no enabled plugin provides a tokenizer to take it from; set it.")
             return wanted
-        needed = job.hooks.tokenizer().vocabulary
+        needed = hookspecs.tokenizer(job).vocabulary
         if wanted and wanted < needed:
             raise ConfigError(f"decoder.vocabulary: expected at least the tokenizer's {needed}, found {wanted}.")
         return wanted or needed

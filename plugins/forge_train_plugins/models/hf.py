@@ -57,7 +57,7 @@ class HF(Plugin):
     @classmethod
     def implied_values(cls, config: Any) -> Mapping[str, Any]:
         """The folder's tokenizer, and the hash of its `config.json`."""
-        from forge_train.loop.model_files import files, vocabulary_of
+        from forge_train_kit.model_files import files, vocabulary_of
 
         file = _described_in(config)
         folder = Path(config.weights) if config.weights else file.parent if file else None
@@ -94,7 +94,7 @@ class HF(Plugin):
 
         classes = hookspecs.classes(job) if job.hooks.provider("classes") else None
         # As for the decoder: texts to classify don't end with the token that ends documents.
-        pad = job.hooks.tokenizer().end if classes and job.hooks.provider("tokenizer") else None
+        pad = hookspecs.tokenizer(job).end if classes and job.hooks.provider("tokenizer") else None
         given = job.hooks.gives("head") if job.hooks.provider("head") else "token_logits"
         return exported(self._config(job), given, classes, pad)
 
@@ -103,7 +103,7 @@ class HF(Plugin):
 
         from ._hf.config import HEADS, fits_folder, read
 
-        tokenizer = job.hooks.tokenizer() if job.hooks.provider("tokenizer") else None
+        tokenizer = hookspecs.tokenizer(job) if job.hooks.provider("tokenizer") else None
         mine = self.config
         if (given := job.hooks.provider("head")) and job.hooks.gives("head") not in HEADS:
             raise ConfigError(

@@ -10,7 +10,7 @@ import numpy as np
 
 from forge_train import ConfigError
 from forge_train.base.files import write_json, write_whole
-from forge_train.contract.protocols import Tokenizer
+from forge_train_kit.tokenizer import Tokenizer
 
 from ..tokenizers.special import FORMER_STOPS, GENERATION_CONFIG, MODEL_CONFIG, stop_ids
 from .records import Conversation

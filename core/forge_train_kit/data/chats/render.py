@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
-from forge_train.contract.protocols import Tokenizer
+from forge_train_kit.tokenizer import Tokenizer
 
 from ..encoders import OffsetEncoder
 from ..shard import Learned

@@ -30,7 +30,7 @@ from ..tokenizers import BYTES, encode_documents, open_tokenizer
 from ..tokens import beyond
 
 if TYPE_CHECKING:
-    from forge_train import Tokenizer
+    from forge_train_kit.tokenizer import Tokenizer
 
 SAMPLE = 64 << 20
 """Bytes of text that are read of a source."""

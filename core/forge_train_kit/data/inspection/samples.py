@@ -12,7 +12,7 @@ from ..documents import Documents
 from ..permutation import permute
 
 if TYPE_CHECKING:
-    from forge_train import Tokenizer
+    from forge_train_kit.tokenizer import Tokenizer
 
 LENGTH = 160
 """Tokens of a sample."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forge_train import ConfigError
-from forge_train.loop import model_files
+from forge_train_kit import model_files
 
 from ..cache import cache_folder
 from ..chats import check_used

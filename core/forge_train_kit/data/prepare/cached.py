@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
-from forge_train.loop import model_files
+from forge_train_kit import hookspecs, model_files
 
 from ..chats import open_template, turn_end
 from ..manifest import Prepared, open_prepared
@@ -16,7 +16,8 @@ from .progress import Told
 from .tasks import Preparation
 
 if TYPE_CHECKING:
-    from forge_train import Job, Tokenizer
+    from forge_train import Job
+    from forge_train_kit.tokenizer import Tokenizer
 
 
 def wanted_of(job: Job, paths: str | tuple[str, ...], cache: str, name: str, **more: Any) -> Preparation:
@@ -56,10 +57,10 @@ def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
             not the one of its files.
     """
     if wanted.chat:
-        _check_template(wanted, job.hooks.tokenizer(), name)
+        _check_template(wanted, hookspecs.tokenizer(job), name)
     prepare(wanted, Told(name), key=f"{name}.path", wait=True)
     prepared = open_prepared(wanted.out, key=f"{name}.path")
-    if prepared.manifest.tokenizer["digest"] != job.hooks.tokenizer().digest:
+    if prepared.manifest.tokenizer["digest"] != hookspecs.tokenizer(job).digest:
         raise ConfigError(f"{name}: {stale(wanted)}")
     return prepared
 

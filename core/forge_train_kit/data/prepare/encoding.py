@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_train import ConfigError, Tokenizer
+from forge_train import ConfigError
+from forge_train_kit.tokenizer import Tokenizer
 
 from ..chats import (
     Conversation,

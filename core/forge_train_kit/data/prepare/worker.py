@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forge_train import ConfigError, Tokenizer
+from forge_train import ConfigError
+from forge_train_kit.tokenizer import Tokenizer
 
 from ..held_out import SIDES, Side, divided, side_of
 from ..manifest import WORK

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_train import ConfigError, Tokenizer
+from forge_train import ConfigError
+from forge_train_kit.tokenizer import Tokenizer
 
 from ..encoders import DocumentEncoder
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe
-from forge_train.loop.model_files import files, vocabulary_of
+from forge_train_kit.model_files import files, vocabulary_of
 
 from ...lfs import pointer
 from . import special

@@ -10,6 +10,7 @@ import torch
 from forge_train.base.errors import ConfigError
 from forge_train.contract.batch import MASKED, Batch, PrepareBatch, PrepareStep
 from forge_train.contract.protocols import Loader
+from forge_train_kit import hookspecs
 
 from ..bench import LABELS, Bench, Trials
 from ..conformance import DoubtError, SkippedError, require
@@ -46,7 +47,7 @@ def gives_batches(bench: Bench) -> str:
             not tokens or not len(labels) or int(labels.min()) >= 0, f"labels holds negative ids other than {MASKED}"
         )
         if bench.job.hooks.provider("tokenizer"):
-            limit = bench.job.hooks.tokenizer().vocabulary
+            limit = hookspecs.tokenizer(bench.job).vocabulary
             require(int(batch.inputs.max()) < limit, f"inputs holds ids beyond the tokenizer's {limit}")
     return f"{shape[0]} × {shape[1]}"
 

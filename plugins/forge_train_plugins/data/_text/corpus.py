@@ -15,11 +15,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train import ConfigError, Tokenizer
+from forge_train import ConfigError
 from forge_train_kit.data.files import File
 from forge_train_kit.data.held_out import Side
 from forge_train_kit.data.tokenizers import encode_documents
 from forge_train_kit.format import format_plural
+from forge_train_kit.tokenizer import Tokenizer
 
 from . import cache
 from .baseline import trigram_bits_per_byte

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forge_train import ConfigError
+from forge_train_kit import hookspecs
 from forge_train_kit.data.documents import Documents
 from forge_train_kit.data.rows import SplitRows
 from forge_train_kit.data.shard import Shard
@@ -36,7 +37,7 @@ def ordered(corpus: Corpus, side: str, job: Job, *, shuffle: bool, isolate: bool
             f"and one sequence takes {sequence} (train.sequence): {advice}"
         )
     shard = Shard(corpus.folder, part.tokens, part.ends)
-    documents = Documents([shard], corpus.key, vocabulary=job.hooks.tokenizer().vocabulary)
+    documents = Documents([shard], corpus.key, vocabulary=hookspecs.tokenizer(job).vocabulary)
     rows = SplitRows(documents, sequence, isolate=isolate)
     seed = HELD_OUT_SEED if side == "validation" else job.seed if shuffle else None
     return Ordered(rows, seed, key="text", fixed=side == "validation")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_train import Tokenizer
+from forge_train_kit.tokenizer import Tokenizer
 
 from .corpus import Split
 

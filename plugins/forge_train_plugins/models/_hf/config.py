@@ -16,10 +16,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
-from forge_train import ConfigError, Tokenizer
+from forge_train import ConfigError
 from forge_train.base.errors import describe, nearest
 from forge_train.base.format import format_list
 from forge_train_kit.hf.folder import CONFIG, is_hugging_face, table
+from forge_train_kit.tokenizer import Tokenizer
 
 VOCABULARY = "vocab_size"
 LABELS = ("id2label", "label2id", "num_labels", "problem_type")

@@ -9,15 +9,17 @@ import dataclasses
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..config import Config
-from ..config.schema import FilePath, mark
+from forge_train.config import Config
+from forge_train.config.schema import FilePath, mark
+from forge_train.loop.run import MODEL_FILES
+from forge_train.plugin.guards import Guarded
+from forge_train.plugin.job import Hooks, Job
 
-if TYPE_CHECKING:
-    from ..plugin.job import Hooks
+from . import hookspecs
+from .tokenizer import Tokenizer
 
-FOLDER = "tokenizer"
+FOLDER = MODEL_FILES
 """Folder that holds them, beside `config.toml`."""
 TOKENIZER, MODEL_CONFIG = "tokenizer.json", "config.json"
 VOCABULARIES = (
@@ -69,6 +71,16 @@ def of(config: Config, hooks: Hooks, beside: Path) -> dict[str, Path]:
         beside: the run's folder, or a checkpoint's, for a model that has such files and no tokenizer among them.
     """
     return files(path) if (path := _path(config, hooks)) else _without_tokenizer(beside)
+
+
+def digest(job: Job) -> str | None:
+    """Return the digest of the run's tokenizer, if there is one; what it gives for a short text is checked."""
+    if not job.hooks.provider("tokenizer"):
+        return None
+    tokenizer = hookspecs.tokenizer(job)
+    guard = Guarded(tokenizer, Tokenizer, job.hooks.whose("tokenizer"))
+    guard.decode(guard.encode("a"))
+    return tokenizer.digest
 
 
 def keep(config: Config, hooks: Hooks, folder: Path, *, fresh: bool) -> Config:
