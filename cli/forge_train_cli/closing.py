@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_train.base.errors import ConfigError, ForgeError, describe
-from forge_train.base.failure import Failure
+from forge_train.base.errors import ConfigError, Failure, ForgeError, describe
 from forge_train.loop.run import is_checkpoint
 from forge_train_tools.launching.world import here
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_train.base.errors import ConfigError
-from forge_train.run.artifacts import Recorder
-from forge_train.run.run import Run
+from forge_train.run.run import Recorder, Run
 
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup

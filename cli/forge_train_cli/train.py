@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from forge_train.base.disk import DiskError
-from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
-from forge_train.base.failure import Failure
+from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, Failure, ForgeError
 from forge_train.base.strict_json import dumps
 from forge_train.contract.events import Finished
 from forge_train.registry.discovery import plugin_name

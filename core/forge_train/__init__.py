@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from .base.errors import CommunicationError as CommunicationError
     from .base.errors import ConfigError as ConfigError
     from .base.errors import DivergedError as DivergedError
+    from .base.errors import Failure as Failure
     from .base.errors import ForgeError as ForgeError
     from .base.errors import PluginError as PluginError
     from .base.errors import Problem as Problem
-    from .base.failure import Failure as Failure
     from .config.schema import FilePath as FilePath
     from .config.schema import Ge as Ge
     from .config.schema import Gt as Gt
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from .contract.batch import Preparation as Preparation
     from .contract.batch import PrepareBatch as PrepareBatch
     from .contract.batch import PrepareStep as PrepareStep
+    from .contract.events import Bins as Bins
     from .contract.events import CheckpointEvent as CheckpointEvent
     from .contract.events import Evaluation as Evaluation
     from .contract.events import Finished as Finished
     from .contract.events import LogRecord as LogRecord
+    from .contract.events import Metric as Metric
     from .contract.events import StepResult as StepResult
     from .contract.events import Update as Update
-    from .contract.metric import Bins as Bins
-    from .contract.metric import Metric as Metric
     from .contract.model import ExtraModel as ExtraModel
     from .contract.model import Init as Init
     from .contract.model import InitialWeights as InitialWeights
@@ -78,18 +78,16 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "contract.attention": "KernelCapabilities",
         "contract.auxiliary": "attach_loss",
         "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED MicroBatch Preparation PrepareBatch PrepareStep",
-        "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
+        "contract.events": "Bins CheckpointEvent Evaluation Finished LogRecord Metric StepResult Update",
         "mesh.axes": "Axis",
         "plugin.job": "Job",
-        "contract.metric": "Bins Metric",
         "contract.model": "ExtraModel Init InitialWeights Model",
         "plugin.plugin": "Plugin hookimpl",
         "contract.protocols": "CheckpointCopies EvaluatedWeights Evaluator Executor"
         " Loader LossScale RolloutLoader Schedule Span SpanName Task",
         "plugin.specs": "HookSpec hookspec",
         "contract.transform": "Applied Phase Transform swap",
-        "base.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
-        "base.failure": "Failure",
+        "base.errors": "CommunicationError ConfigError DivergedError Failure ForgeError PluginError Problem",
     },
 )
 

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from .base import disk
-from .base.errors import ConfigError, DivergedError, ForgeError, describe
-from .base.failure import Failure
+from .base.errors import ConfigError, DivergedError, Failure, ForgeError, describe
 from .base.files import plain, remove_remains, write_json
 from .base.lock import Lock
 from .checkpoint import checkpoint
@@ -24,7 +23,7 @@ from .contract.model import Model
 from .contract.protocols import Copies
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.resume import check_allowed, compare
-from .loop.run import describe_run, is_kept, is_run, set_aside
+from .loop.run import describe_run, is_kept, is_run, set_aside, to_toml
 from .loop.saver import repair_finished
 from .loop.start import Start, changed_values, claim, unclaim
 from .loop.training import Training
@@ -32,7 +31,6 @@ from .mesh.axes import CONFIGURED
 from .plugin.job import Job
 from .registry.axes import installed
 from .registry.setup import Setup
-from .registry.write import to_toml
 from .run.control import signals
 from .run.run import Run
 from .step.step import Watcher

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_train.base.errors import ForgeError, PluginError, describe
-from forge_train.contract.events import CheckpointEvent, Evaluation, Finished, LogRecord
-from forge_train.contract.metric import Bins
+from forge_train.contract.events import Bins, CheckpointEvent, Evaluation, Finished, LogRecord
 from forge_train.plugin.plugin import Plugin, hookimpl
 
 if TYPE_CHECKING:

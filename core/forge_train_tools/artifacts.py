@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from forge_train.base.strict_json import loads
-from forge_train.run.artifacts import FOLDER, Artifact
+from forge_train.run.run import RECORDED, Artifact
 from forge_train.run.run_files import odd
 
 
@@ -17,7 +17,7 @@ def recorded(folder: Path) -> list[Artifact]:
         ValueError: for a damaged line.
     """
     found: dict[str, Artifact] = {}
-    for file in sorted((folder / FOLDER).glob("*.jsonl")):
+    for file in sorted((folder / RECORDED).glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
                 entry = loads(line)

@@ -72,7 +72,7 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
 
         return from_run(request) if _is_trained(Path(request.model_from)) else starting_from(request)
     path = Path(request.config)
-    from forge_train.checkpoint.not_a_model import advice
+    from forge_train.checkpoint.checkpoint import advice
 
     if not (path.is_dir() or (path.is_file() and advice(path))):
         return request

@@ -11,8 +11,8 @@ from typing import Any
 
 from forge_train.base.errors import ConfigError, nearest
 from forge_train.loop.run import is_run
-from forge_train.run.artifacts import FOLDER
 from forge_train.run.records import read
+from forge_train.run.run import RECORDED
 from forge_train.run.run_files import load
 
 from .artifacts import recorded, state
@@ -134,7 +134,7 @@ class RunFolder:
         try:
             return [{**asdict(one), "state": state(one, self.path)} for one in recorded(self.path)]
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{self.path / FOLDER}: can't be read: {error}") from error
+            raise ConfigError(f"{self.path / RECORDED}: can't be read: {error}") from error
 
     def summary(self) -> dict[str, Any]:
         """The run's entry in `forge runs list --json`."""

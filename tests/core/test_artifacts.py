@@ -12,8 +12,7 @@ import pytest
 
 from forge_cli import forge
 from forge_train import Plugin, PluginError, hookimpl
-from forge_train.run import artifacts
-from forge_train.run.artifacts import Recorder
+from forge_train.run.run import RECORDED, Recorder
 from forge_train_tools.artifacts import recorded
 from forge_train_tools.testing import Pool, RunForge
 
@@ -69,7 +68,7 @@ def test_nobody_waits_for_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         held.wait(30)
         return real(*arguments)
 
-    monkeypatch.setattr(artifacts.hashlib, "file_digest", slow)
+    monkeypatch.setattr(hashlib, "file_digest", slow)
     (tmp_path / "large").write_bytes(b"large")
     recorder = Recorder(tmp_path)
     recorder.record(tmp_path / "large", "one", "rank-0")
@@ -85,7 +84,7 @@ def test_the_last_record_of_a_file_counts_and_a_cut_line_is_left_out(tmp_path: P
         recorder = Recorder(tmp_path)
         recorder.record(tmp_path / "file", "one", "rank-0")
         recorder.settle()
-    with (tmp_path / artifacts.FOLDER / "rank-0.jsonl").open("a") as out:
+    with (tmp_path / RECORDED / "rank-0.jsonl").open("a") as out:
         out.write('{"path": "fi')
     (one,) = recorded(tmp_path)
     assert one.bytes == 7

@@ -41,8 +41,8 @@ from forge_train import (
 from forge_train.contract.events import Evaluation, Finished, StepResult
 from forge_train.contract.reference import PluginRef
 from forge_train.plugin import hookspecs as kernel
-from forge_train.plugin.blame import note_plugin
 from forge_train.plugin.calls import Calls, EnabledPlugin, implemented
+from forge_train.plugin.guards import note_plugin
 from forge_train.plugin.hookspecs import SPECS
 from forge_train.plugin.job import Hooks
 from forge_train.registry.declared import Specs

@@ -20,9 +20,9 @@ import toys
 from forge_train import DivergedError, ForgeError, Plugin, PluginError, hookimpl
 from forge_train.base.disk import DiskError
 from forge_train.checkpoint import writing
-from forge_train.checkpoint.background import NICENESS, Background
 from forge_train.checkpoint.checkpoint import check, found, load
 from forge_train.checkpoint.seal import ALONE
+from forge_train.checkpoint.writing import NICENESS, Background
 from forge_train.store import save_plan
 from forge_train.store.save_plan import Shards, balanced
 from forge_train.store.shards import Shard

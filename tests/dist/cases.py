@@ -171,7 +171,7 @@ def global_norm() -> dict[str, float]:
 
     from forge_train.mesh.distributed import DistributedContext
     from forge_train.mesh.layout import Layout
-    from forge_train.step.gradients import clip, total_norm
+    from forge_train.step.step import clip, total_norm
 
     world = torch.distributed.get_world_size()
     root = init_device_mesh("cpu", (world,), mesh_dim_names=("world",))

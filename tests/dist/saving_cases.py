@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from forge_train import Plugin, hookimpl
 from forge_train.base.disk import DiskError
-from forge_train.checkpoint.background import Background
+from forge_train.checkpoint.writing import Background
 from forge_train.loop.saver import Saver
 from forge_train.store.save_plan import Shards
 from forge_train_tools.testing import run_forge

@@ -160,7 +160,7 @@ def test_the_norm_and_the_clipping_stay_on_the_device(tmp_path: Path) -> None:
     """On the meta device no value exists: whoever reads one fails."""
     from forge_train.mesh.distributed import DistributedContext
     from forge_train.mesh.layout import Layout
-    from forge_train.step.gradients import clip, total_norm
+    from forge_train.step.step import clip, total_norm
 
     gradients: list[Tensor] = [torch.ones(3, 2, device="meta"), torch.ones(5, device="meta")]
     norm = total_norm(gradients, DistributedContext(Layout(), torch.device("meta")))
@@ -174,7 +174,7 @@ def test_the_norm_of_narrow_gradients_takes_no_wide_copy_of_all_of_them(monkeypa
     """8 billion gradients in bf16 would take 30 GiB more in fp32, all at once."""
     from forge_train.mesh.distributed import DistributedContext
     from forge_train.mesh.layout import Layout
-    from forge_train.step.gradients import total_norm
+    from forge_train.step.step import total_norm
 
     gradients = [torch.full((1000,), 0.1, dtype=torch.bfloat16) for _ in range(5)]
     given: list[Tensor] = []

@@ -13,7 +13,7 @@ from expert_models import MIXTRAL, QWEN
 from forge_train import Job, Model
 from forge_train.compose.compose import compose
 from forge_train.engine import train
-from forge_train.loop.initial import load_initial
+from forge_train.loop.assembly import load_initial
 from forge_train_kit.hookspecs import initial_weights
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve

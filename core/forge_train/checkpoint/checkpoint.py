@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..base.errors import ConfigError
+from ..base.format import format_list
 from ..mesh.distributed import DistributedContext
 from ..store.manifest import DCP_INDEX, MANIFEST, NEEDED
 from .found import Saved as Saved  # noqa: PLC0414  # what this module offers too
 from .found import found as found  # noqa: PLC0414
 from .found import newest as newest  # noqa: PLC0414
 from .found import remove as remove  # noqa: PLC0414
-from .not_a_model import advice
 from .reading import load as load  # noqa: PLC0414
 from .reading import read_state as read_state  # noqa: PLC0414
 from .reading import shapes as shapes  # noqa: PLC0414
@@ -64,3 +64,52 @@ def _is_run(path: Path) -> bool:
     if not any((path / name).exists() for name in (MANIFEST, *NEEDED)):
         raise ConfigError(f"{path} is neither a run nor a checkpoint.{advice(path)}")
     return False
+
+
+_OTHERS = (
+    (
+        ".metadata",
+        "It is an index of torch.distributed.checkpoint; import the folder first: forge checkpoint import FOLDER NEW",
+    ),
+    (
+        "adapter_config.json",
+        "It holds an adapter of PEFT, not a model; name the folder of its model, or merge the two first.",
+    ),
+    ("*.gguf", "GGUF files are not read; take the safetensors files that they were made from."),
+    (
+        "*.bin *.pt *.pth *.ckpt *.pkl",
+        "Pickled weights are never read; save the model with transformers, which writes safetensors files.",
+    ),
+    (
+        "*.npy */*.npy *.npz",
+        "Raw arrays are not read; take the model in Hugging Face layout, or convert it with OLMo's scripts.",
+    ),
+    (
+        "*.h5 *.msgpack *.onnx onnx/*.onnx *.tflite *.mlmodel",
+        "Weights in this format are not read; save the model with transformers, which writes safetensors files.",
+    ),
+    ("snapshots/*/config.json", "It is a folder of the Hugging Face cache; name the folder of this file."),
+    ("*/config.json", "Name the folder of this file."),
+    (
+        "*.safetensors",
+        "Only safetensors files of these names are read: model.safetensors, or those of an index, with a config.json.",
+    ),
+)
+"""Patterns of files, and advice on each."""
+
+
+def advice(path: Path) -> str:
+    """A sentence about a path that is no model, to put after what is missing; empty if nothing is known.
+
+    Args:
+        path: a folder, or a file that was named instead of one.
+    """
+    if path.suffix == ".safetensors" and path.is_file():
+        return f" It is a file of weights; name its folder, {path.parent}."
+    for patterns, text in _OTHERS:
+        if path.is_file():
+            if any(path.match(pattern) for pattern in patterns.split()):
+                return f" {text}"
+        elif found := sorted({str(file.relative_to(path)) for one in patterns.split() for file in path.glob(one)}):
+            return f" There is {format_list(found, 3)}. {text}"
+    return ""

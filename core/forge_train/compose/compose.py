@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import ConfigError, ForgeError, PluginError, locate
-from ..base.failure import during
+from ..base.errors import ConfigError, ForgeError, PluginError, during, locate
 from ..base.format import format_list, place
 from ..contract.model import Extra, ExtraModel, Init, Model
 from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform

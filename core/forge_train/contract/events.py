@@ -1,16 +1,14 @@
-"""Events that core sends to plugins, one dataclass each. Importing this module imports no torch."""
+"""Metrics, and the events that core sends to plugins, one dataclass each. Importing this module imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..base.errors import ForgeError, PluginError
-from ..base.failure import causes
+from ..base.errors import ForgeError, PluginError, causes
 from ..run.records import METRICS
-from .metric import Bins
 
 if TYPE_CHECKING:
     import torch
@@ -197,3 +195,49 @@ class Finished:
                 raise PluginError("the explanation itself led to the error that ended the run; pass a new error.")
             error.__cause__ = self.error  # which knows the phase and the plugin that it was raised in
             self.error, self.reason, self.code, self.explained = error, str(error), error.code, True
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """A histogram, as trackers draw it."""
+
+    edges: tuple[float, ...]
+    """One more than there are bins, ascending."""
+    counts: tuple[float, ...]
+
+
+Value: TypeAlias = "float | Mapping[str, float] | Bins"
+
+
+class Metric:
+    """A number over many batches and all ranks. `forge_train_kit.metrics` has the usual ones.
+
+    Its state is two float64 tensors that its own `update` changes on the device: `sums` are added over ranks, of
+    `maxima` the largest is taken (a minimum is the negative of a maximum). Nothing else may be kept, and `update` reads
+    no value on the host. A state that was never changed is "nothing observed" and is not logged.
+
+    Args:
+        sums: how many numbers are added up; they start at 0.
+        maxima: of how many numbers the largest is kept; they start at −∞.
+    """
+
+    sums: Tensor
+    maxima: Tensor
+    timing: bool = False
+    """True if it differs from run to run, as timings do."""
+    per_rank: bool = False
+    """True if each rank observes something of its own, such as its shards of parameters or its memory: states are
+    summed over all ranks. Otherwise ranks that see the same data (under tensor parallelism) are counted once."""
+
+    def __init__(self, sums: int = 0, maxima: int = 0) -> None:
+        import torch
+
+        self.sums = torch.zeros(sums, dtype=torch.float64)
+        self.maxima = torch.full((maxima,), -torch.inf, dtype=torch.float64)
+
+    def value(self, sums: Tensor, maxima: Tensor) -> Value:
+        """The result over everything that was observed, from the state of all ranks together, on the CPU.
+
+        Several results are a mapping from names to numbers.
+        """
+        raise NotImplementedError

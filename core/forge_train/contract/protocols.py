@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, 
 from ..base.errors import ConfigError
 from ..config import Config
 from .batch import Batch
-from .metric import Metric
+from .events import Metric
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

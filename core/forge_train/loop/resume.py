@@ -11,8 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..base.errors import ConfigError, nearest
-from ..base.failure import during
+from ..base.errors import ConfigError, during, nearest
 from ..base.names import canonical
 from ..checkpoint import checkpoint
 from ..checkpoint.reading import check_evaluation

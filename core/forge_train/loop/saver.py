@@ -9,13 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..base.errors import describe
-from ..base.failure import during
+from ..base.errors import describe, during
 from ..base.files import remove_remains
 from ..checkpoint import checkpoint, found
-from ..checkpoint.background import Background
 from ..checkpoint.seal import ALONE
-from ..checkpoint.writing import commit, prune, repair, stage
+from ..checkpoint.writing import Background, commit, prune, repair, stage
 from ..contract.events import CheckpointEvent
 from ..contract.protocols import CheckpointCopies, Copies
 from ..mesh.distributed import DistributedContext

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..base.errors import ConfigError, describe
 from ..base.lock import Lock, take
-from ..checkpoint.not_a_model import advice
+from ..checkpoint.checkpoint import advice
 from ..config import Config, differences
 from ..config.rules import LONGEST_NAME
 from ..contract.protocols import Copies, no_copies

@@ -6,8 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from ..base.errors import ConfigError, DivergedError
-from ..base.failure import during
+from ..base.errors import ConfigError, DivergedError, during
 from ..checkpoint import checkpoint
 from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
@@ -16,12 +15,11 @@ from ..registry.setup import Setup
 from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
 from ..step.aggregate import split
-from ..step.evaluation import Evaluations
-from ..step.forward import close
+from ..step.forward import Evaluations, close
 from ..step.meter import Meter, collect, scheduled_collections
 from ..step.step import Progress, Stepper
+from .assembly import load_initial
 from .checkpoint_policy import CheckpointPolicy
-from .initial import load_initial
 from .resume import capture, optimizer_to_save, restore
 from .saver import Saver
 from .weights import Base, base_of, check_kept, load_extra

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.errors import ConfigError
-from ..base.failure import during
+from ..base.errors import ConfigError, during
 from ..base.format import format_list
 from ..checkpoint import checkpoint
 from ..checkpoint.reading import take_evaluated

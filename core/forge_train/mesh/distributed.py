@@ -21,8 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..base.errors import ConfigError, ForgeError, PluginError
 from .axes import Domain
 from .layout import Device, Layout
-from .meshes import build_meshes
-from .process_group import choose_device, join, leave, start_cuda
+from .process_group import build_meshes, choose_device, join, leave, start_cuda
 from .world import World
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Setup and teardown of a process: its device, and the group in which the processes of a launcher find each other."""
+"""Setup and teardown of a process: its device, the group in which a launcher's processes meet, and the meshes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..base.errors import CommunicationError, ConfigError
-from .layout import Device
+from .axes import FLATTENED_EXPERT, Domain
+from .layout import Device, Layout
 from .world import World
 
 ALONE = World()
@@ -164,3 +166,25 @@ def wait_for_message(work: Any, group: Any) -> None:
         work.wait(group._get_backend(torch.device("cpu")).options._timeout)
     else:
         work.wait()
+
+
+def build_meshes(layout: Layout, device: torch.device) -> dict[str, DeviceMesh]:
+    """All meshes, on every rank in the same order, unflattened from one root."""
+    root = init_device_mesh(device.type, (layout.world,), mesh_dim_names=("world",))
+
+    def view(domain: Domain) -> DeviceMesh:
+        sizes = layout.domain(domain)
+        return root._unflatten(0, tuple(sizes.values()), tuple(sizes))
+
+    dense = view("dense")
+    meshes = {"flat": root, "dense": dense}
+    made: dict[tuple[str, ...], DeviceMesh] = {}
+    for name, axes in layout.table.flattened.items():
+        if axes not in made:  # one process group for `data` and `dp_cp` where they are the same ranks
+            made[axes] = dense[axes]._flatten(name)
+        meshes[f"dense.{name}"] = made[axes]
+    meshes["dense.dp_replicate,fsdp"] = DeviceMesh._concatenate([dense["dp_replicate"], meshes["dense.fsdp"]])
+    expert = view("expert")
+    if layout.ep * layout.etp > 1:
+        meshes |= {f"expert.{name}": expert[axes]._flatten(name) for name, axes in FLATTENED_EXPERT.items()}
+    return meshes | {"batch": view("batch"), "expert": expert}

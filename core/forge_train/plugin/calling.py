@@ -11,9 +11,8 @@ from typing import Any, TypeVar, cast
 from ..base.errors import ConfigError
 from ..base.names import import_module
 from ..contract.reference import HookOrigin
-from .blame import note_plugin
 from .calls import Calls, EnabledPlugin, at_home, without
-from .guards import Guarded, nesting
+from .guards import Guarded, nesting, note_plugin
 from .plugin import Plugin
 from .returns import protocol_of
 from .specs import HookSpec

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..base.errors import Problem
 from ..contract.batch import Preparation
-from ..contract.metric import Metric
+from ..contract.events import Metric
 from ..contract.model import ExtraModel
 from ..contract.protocols import (
     Evaluator,

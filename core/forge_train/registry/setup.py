@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import ConfigError, ForgeError, Problem, describe, locate, nearest
-from ..base.failure import during
+from ..base.errors import ConfigError, ForgeError, Problem, describe, during, locate, nearest
 from ..base.names import import_module
 from ..config import Config, rules
 from ..config.sections import CORE_SECTIONS

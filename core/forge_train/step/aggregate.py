@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base.errors import PluginError
 from ..base.format import place
 from ..checkpoint.state import rows
-from ..contract.metric import Bins, Metric, Value
+from ..contract.events import Bins, Metric, Value
 from ..plugin.job import Job
 from ..plugin.returns import kind_of
 

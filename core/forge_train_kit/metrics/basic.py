@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from forge_train.contract.metric import Metric
+from forge_train.contract.events import Metric
 
 Numbers = Tensor | float
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_train.contract.batch import MASKED
-from forge_train.contract.metric import Metric
+from forge_train.contract.events import Metric
 
 
 class Accuracy(Metric):

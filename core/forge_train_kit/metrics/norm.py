@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from forge_train.contract.metric import Metric
+from forge_train.contract.events import Metric
 from forge_train.mesh.tensors import full_tensor, local
 from forge_train.plugin.job import Job
 

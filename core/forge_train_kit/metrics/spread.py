@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from forge_train.contract.metric import Bins, Metric
+from forge_train.contract.events import Bins, Metric
 
 
 class Quantile(Metric):

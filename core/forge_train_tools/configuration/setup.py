@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from forge_train.base.errors import ConfigError
-from forge_train.base.failure import during
+from forge_train.base.errors import ConfigError, during
 from forge_train.base.names import canonical, is_file, split
 from forge_train.config import Config
 from forge_train.config.tree import Origin, Tree, Value

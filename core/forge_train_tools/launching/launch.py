@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
-from forge_train.base.failure import Failure
+from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, Failure, ForgeError
 from forge_train.base.files import write_json
 from forge_train.base.format import format_list
 from forge_train.base.strict_json import loads

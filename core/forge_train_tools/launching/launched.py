@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.base.disk import DiskError
-from forge_train.base.errors import ForgeError
-from forge_train.base.failure import Failure, kind
+from forge_train.base.errors import Failure, ForgeError, kind
 from forge_train.mesh.world import FORGE_LAUNCHED, World
 
 from ..messages import explain

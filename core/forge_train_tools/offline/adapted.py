@@ -12,7 +12,7 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.compose import compose
-from forge_train.loop.initial import load_initial
+from forge_train.loop.assembly import load_initial
 from forge_train.mesh.layout import Device
 from forge_train.registry.setup import Setup
 from forge_train.store.shards import Box

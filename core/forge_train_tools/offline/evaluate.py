@@ -11,8 +11,7 @@ from typing import Any
 from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
 from forge_train.loop.weights import load_extra
-from forge_train.step.evaluation import Evaluations
-from forge_train.step.forward import Forward
+from forge_train.step.forward import Evaluations, Forward
 
 from ..launching.launch import WorkerCommand, launch
 from ..launching.world import here

@@ -15,7 +15,7 @@ from forge_train.compose.initialise import allocate
 from forge_train.config import differences
 from forge_train.config.tree import Key, Tree
 from forge_train.contract.model import Model
-from forge_train.loop.initial import load_initial
+from forge_train.loop.assembly import load_initial
 from forge_train.loop.run import is_run
 from forge_train.loop.weights import load_weights
 from forge_train.mesh.axes import CONFIGURED

@@ -17,8 +17,7 @@ from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.found import left_out, newest
 from forge_train.checkpoint.seal import ALONE
 from forge_train.contract.batch import MASKED, Batch
-from forge_train.loop.assembly import assemble, prepare_process
-from forge_train.loop.initial import load_initial
+from forge_train.loop.assembly import assemble, load_initial, prepare_process
 from forge_train.loop.resume import restore
 from forge_train.loop.run import is_run
 from forge_train.loop.weights import load_extra

@@ -15,8 +15,7 @@ from torch import Tensor
 from forge_train.base.errors import ForgeError
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
-from forge_train.mesh.meshes import build_meshes
-from forge_train.mesh.process_group import leave
+from forge_train.mesh.process_group import build_meshes, leave
 from forge_train.mesh.world import World
 
 _T = TypeVar("_T")

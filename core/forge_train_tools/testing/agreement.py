@@ -8,11 +8,11 @@ from pathlib import Path
 
 from forge_train.base.errors import describe
 from forge_train.contract.transform import Phase
+from forge_train.loop.run import to_toml
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.registry import axes
 from forge_train.registry.discovery import plugin_name
-from forge_train.registry.write import to_toml
 
 from ..configuration.request import Request
 from ..verification import Verdict

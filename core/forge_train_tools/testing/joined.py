@@ -6,7 +6,7 @@ import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from forge_train.mesh import distributed, meshes, process_group
+from forge_train.mesh import distributed, process_group
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -62,7 +62,7 @@ def join(number: int, store: Store, rank: int, world: int, timeout: timedelta) -
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(f"group-{number}", store), rank=rank, world_size=world, timeout=timeout
     )
-    _number, distributed.build_meshes = number, functools.cache(meshes.build_meshes)  # type: ignore[attr-defined]
+    _number, distributed.build_meshes = number, functools.cache(process_group.build_meshes)  # type: ignore[attr-defined]
     # A case without collectives may be over, and its connections closed, while another rank still connects.
     connected = dist.PrefixStore(f"connected-{number}", store)
     connected.set(str(rank), "")
@@ -73,5 +73,5 @@ def leave() -> None:
     """Closes the connections too: ranks that wait for one that failed fail at once."""
     global _number
     if _number is not None:
-        _number, distributed.build_meshes = None, meshes.build_meshes  # type: ignore[attr-defined]
+        _number, distributed.build_meshes = None, process_group.build_meshes  # type: ignore[attr-defined]
         process_group.leave()

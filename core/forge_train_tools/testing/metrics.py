@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.contract.metric import Bins, Metric, Value
+from forge_train.contract.events import Bins, Metric, Value
 
 MAKE = Callable[[], Any]
 

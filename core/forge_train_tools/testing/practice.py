@@ -15,6 +15,7 @@ from forge_train.base.errors import describe
 from forge_train.base.names import canonical
 from forge_train.compose.compose import compose, order
 from forge_train.loop.resume import Stateful
+from forge_train.loop.run import to_toml
 from forge_train.mesh.world import World
 from forge_train.plugin import hookspecs
 from forge_train.plugin.calls import EnabledPlugin, implemented
@@ -22,7 +23,6 @@ from forge_train.plugin.job import Hooks
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup
-from forge_train.registry.write import to_toml
 from forge_train.store.tree import join, split
 
 from ..configuration.request import Request

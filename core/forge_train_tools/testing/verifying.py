@@ -67,7 +67,7 @@ class Verifier:
 
 def take(**arguments: Any) -> dict[str, Any]:
     """Run one rank's work, and return how it ended."""
-    from forge_train.base.failure import kind
+    from forge_train.base.errors import kind
     from forge_train.mesh.world import World
 
     from ..messages import explain

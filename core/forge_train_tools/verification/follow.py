@@ -23,7 +23,7 @@ from forge_train.loop.weights import compare_shapes, places
 from forge_train.mesh.tensors import gradients_of
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
-from forge_train.step.gradients import total_norm
+from forge_train.step.step import total_norm
 
 from .numbers import errors, typical
 from .numbers import norm as norm_of

@@ -18,15 +18,14 @@ from forge_train.compose.initialise import local_window
 from forge_train.contract.batch import MicroBatch
 from forge_train.contract.events import CheckpointEvent, StepResult, Update
 from forge_train.contract.protocols import Loader
-from forge_train.loop.assembly import assemble
-from forge_train.loop.initial import load_initial
+from forge_train.loop.assembly import assemble, load_initial
 from forge_train.loop.resume import capture, restore
 from forge_train.loop.weights import load_extra
 from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Hooks, Job
 from forge_train.step.aggregate import split as values_of
-from forge_train.step.evaluation import Evaluations
+from forge_train.step.forward import Evaluations
 from forge_train.step.step import Progress, Stepper, Watcher
 from forge_train.store.tree import split
 from forge_train_kit.hookspecs import initial_weights

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from forge_train import Finished, ForgeError, Job, Model
-from forge_train.base.failure import phase_of
+from forge_train.base.errors import phase_of
 from forge_train.base.format import format_bytes
 from forge_train.mesh.tensors import held_bytes, state_of
 from forge_train.registry.discovery import discover

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from forge_train.contract.metric import Metric
+from forge_train.contract.events import Metric
 from forge_train.step.aggregate import Metrics
 
 from ..bench import Bench, Trials

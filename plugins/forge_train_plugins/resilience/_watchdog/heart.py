@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from forge_train import CommunicationError, Job
-from forge_train.base.failure import Failure
+from forge_train.base.errors import Failure
 from forge_train.base.files import write_json
 from forge_train.mesh.world import FORGE_LAUNCHED
 from forge_train_tools.launching.ending import end_process
