@@ -29,7 +29,10 @@ OF_A_JOB = {
 }
 """Classes of `Job`'s attributes, which `forge_train` does not export → modules for annotations."""
 REST = "Protocols of slots and chains"
-KIT = "layers heads losses sections facts specialisation model optim metrics pipeline tracking state_map hf weights"
+KIT = (
+    "layers capabilities heads losses tokenizer sections facts specialisation model optim metrics pipeline tracking "
+    "state_map hf weights"
+)
 """Modules of `forge_train_kit` with names for plugin authors."""
 
 

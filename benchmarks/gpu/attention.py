@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train import ConfigError, KernelCapabilities
+from forge_train import ConfigError
 from forge_train.registry.discovery import discover, load
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import DroppedWeights
 from forge_train_plugins.attention._eager import Kernel as Eager

@@ -14,7 +14,7 @@ from forge_train.base.names import canonical, folder
 from forge_train.plugin.plugin import API
 from forge_train.registry.discovery import CONTRIB, RESERVED, discover
 
-from .snippets import SNIPPETS, Snippet
+from .snippets import KIT, SNIPPETS, Snippet
 
 OWN = ("plugins", "cli", "contrib", "testing")
 """Suffixes of forge's own packages."""
@@ -104,10 +104,16 @@ def source(name: str, snippets: Sequence[Snippet]) -> str:
 
 
 def _import(names: Sequence[str], indent: str = "") -> list[str]:
-    line = f"{indent}from forge_train import {', '.join(names)}"
-    if len(line) <= WIDTH:
-        return [line]
-    return [f"{indent}from forge_train import (", *(f"{indent}    {name}," for name in names), f"{indent})"]
+    """The imports of names of the kernel, and then of the kit."""
+    homes: dict[str, list[str]] = {}
+    for name in names:
+        homes.setdefault(f"forge_train_kit.{KIT[name]}" if name in KIT else "forge_train", []).append(name)
+    lines = []
+    for home, own in sorted(homes.items()):
+        line = f"{indent}from {home} import {', '.join(own)}"
+        several = [f"{indent}from {home} import (", *(f"{indent}    {name}," for name in own), f"{indent})"]
+        lines += [line] if len(line) <= WIDTH else several
+    return lines
 
 
 def _test(name: str, module: str) -> str:

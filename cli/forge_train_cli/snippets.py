@@ -12,8 +12,8 @@ class Snippet:
     Args:
         body: the decorated method and everything that belongs to it, indented for a class.
         fields: options of the section, indented for it.
-        imports: names from `forge_train` that are used when the module is imported.
-        types: names from `forge_train` that are used only in annotations.
+        imports: names from `forge_train`, or of `KIT`, that are used when the module is imported.
+        types: likewise, that are used only in annotations.
         torch: whether annotations use torch.
     """
 
@@ -23,6 +23,16 @@ class Snippet:
     types: tuple[str, ...] = ()
     torch: bool = False
 
+
+KIT = {
+    "AttentionKernel": "layers",
+    "AttentionOptions": "layers",
+    "FeedForward": "layers",
+    "KernelCapabilities": "capabilities",
+    "Layer": "layers",
+    "LossFunction": "losses",
+}
+"""Name → module of the kit."""
 
 SNIPPETS = {
     "on_step": Snippet(

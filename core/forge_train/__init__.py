@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .config.schema import Lt as Lt
     from .config.schema import Volatile as Volatile
     from .config.schema import section as section
-    from .contract.attention import KernelCapabilities as KernelCapabilities
     from .contract.auxiliary import attach_loss as attach_loss
     from .contract.batch import MASKED as MASKED
     from .contract.batch import Axes as Axes
@@ -75,7 +74,6 @@ _WHERE, __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "config.schema": "FilePath Ge Gt Le Lt Volatile section",
-        "contract.attention": "KernelCapabilities",
         "contract.auxiliary": "attach_loss",
         "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED MicroBatch Preparation PrepareBatch PrepareStep",
         "contract.events": "Bins CheckpointEvent Evaluation Finished LogRecord Metric StepResult Update",

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from forge_train.config import Config
-from forge_train.contract.attention import KernelCapabilities
 from forge_train.contract.model import InitialWeights, Model
 from forge_train.plugin.job import Job
 from forge_train.plugin.specs import hookspec
+from forge_train_kit.capabilities import KernelCapabilities
 
 from .heads import Classes, Head, HeadSpec, Tail, Trunk
 from .hf.model import HFAdapter, HFModel

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 from forge_train.base.errors import ConfigError
 from forge_train.config import Config
-from forge_train.contract.attention import KernelCapabilities
 from forge_train.plugin.job import Hooks, Job
 from forge_train.registry.discovery import discover
+from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
 
 from .hookspecs import attention_kernel, kernel_needs
 from .layers import AttentionKernel
@@ -66,7 +66,7 @@ def _misfits(hooks: Hooks, asked: Iterable[tuple[str, KernelCapabilities]]) -> I
         return
     kernel = hooks.enabled[name]
     for reason, wanted in asked:
-        if lacking := list(kernel.cls.kernel_capabilities.lacks(wanted)):
+        if lacking := list(capabilities_of(kernel.cls).lacks(wanted)):
             others = able([wanted])
             way_out = (
                 f"Installed kernels that have it: {', '.join(others)}; enable one with --plugins."

@@ -16,7 +16,7 @@ __all__ = ["Attention", "AttentionKernel", "AttentionOptions", "FeedForward", "L
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from forge_train.contract.attention import KernelCapabilities
+    from forge_train_kit.capabilities import KernelCapabilities
 
     from .model.attention_dropout import DroppedWeights
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forge_train.base.names import split
-from forge_train.contract.attention import KernelCapabilities
 from forge_train.contract.reference import PluginRef
+from forge_train_kit.capabilities import KernelCapabilities
 
 if TYPE_CHECKING:
     import ast

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+__all__ = ["Tokenizer"]
+
 
 class Tokenizer(Protocol):
     """`tokenizer`: text to token ids and back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import subprocess
@@ -27,6 +28,10 @@ def test_every_hook_it_knows_makes_a_plugin_that_conforms(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     plugin = importlib.import_module("new_everything").Everything
     assert implemented(plugin) == SNIPPETS.keys()
+    tree = ast.parse((tmp_path / "new_everything.py").read_text(encoding="utf-8"))
+    for imports in (one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.module != "__future__"):
+        home = importlib.import_module(str(imports.module))
+        assert [one.name for one in imports.names if not hasattr(home, one.name)] == [], "also those of annotations"
     assert_conforms(plugin, strict=True, folder=tmp_path)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import Init, Job, KernelCapabilities, attach_loss, hookimpl
+from forge_train import Init, Job, attach_loss, hookimpl
 from forge_train_kit import hookspecs
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.heads import HeadSpec, Trunk
 from forge_train_kit.layers import AttentionOptions, Layer
 from forge_train_kit.model import Embedding, Linear, RMSNorm

@@ -17,7 +17,6 @@ from forge_train import (
     Batch,
     Gt,
     Job,
-    KernelCapabilities,
     LogRecord,
     Model,
     Phase,
@@ -29,6 +28,7 @@ from forge_train import (
     hookimpl,
     section,
 )
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionOptions
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_tools.testing import Installed, Report, assert_conforms, check

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expert_models import DEEPSEEK, GROUPS
-from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl
+from forge_train import ConfigError, Plugin, hookimpl
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.hf.folder import Folder
 from forge_train_kit.layers import AttentionKernel
 from forge_train_plugins.models.decoder import Decoder

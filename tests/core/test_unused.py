@@ -12,8 +12,9 @@ import pytest
 from torch import nn
 
 import toys
-from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl, section
+from forge_train import ConfigError, Plugin, hookimpl, section
 from forge_train.registry.declared import Specs
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import Layer
 from forge_train_kit.model import Linear
 from forge_train_tools.planning import plan

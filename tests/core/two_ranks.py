@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forge_train import KernelCapabilities, Phase, Plugin, Transform, hookimpl
+from forge_train import Phase, Plugin, Transform, hookimpl
+from forge_train_kit.capabilities import KernelCapabilities
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,8 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from forge_train import Job, KernelCapabilities, Plugin, hookimpl
+from forge_train import Job, Plugin, hookimpl
 from forge_train_kit import hookspecs
+from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
 from forge_train_kit.layers import AttentionOptions, Layer
 from forge_train_kit.model import Linear
 from forge_train_plugins.attention._auto import measure as measuring
@@ -56,7 +57,7 @@ class Plain(Plugin):
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:
         def plain(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
-            options.check(self.kernel_capabilities, query, key)
+            options.check(capabilities_of(type(self)), query, key)
             return attend(query, key, value, options)
 
         return plain

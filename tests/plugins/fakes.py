@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_train import CurrentStep, HookSpec, KernelCapabilities, Plugin
+from forge_train import CurrentStep, HookSpec, Plugin
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.heads import Head, HeadSpec
 from forge_train_kit.layers import Attention, AttentionKernel, FeedForward, Layer
 from forge_train_kit.losses import LossFunction

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import fakes
 from crossed import few
-from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl
+from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.registry.discovery import discover, load
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import DroppedWeights
 from forge_train_kit.source import Source

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl
+from forge_train import ConfigError, Plugin, hookimpl
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_plugins.attention._auto import measure as measuring
 from forge_train_plugins.attention.auto import Auto
 from forge_train_tools.testing import RunForge

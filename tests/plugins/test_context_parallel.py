@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from forge_train import ConfigError, KernelCapabilities
+from forge_train import ConfigError
 from forge_train.mesh.layout import Layout
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_plugins.parallel._cp.apply import Heads, check_recurrence, choose, most_ranks, wrap
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fakes
-from forge_train import KernelCapabilities
 from forge_train.registry.discovery import discover, load
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.kernels import able
 from forge_train_kit.layers import AttentionOptions
 

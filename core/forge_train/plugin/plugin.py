@@ -10,7 +10,6 @@ import pluggy
 
 from ..base.errors import PluginError
 from ..config.schema import section
-from ..contract.attention import KernelCapabilities
 
 __all__ = ["API", "Plugin", "hookimpl"]
 
@@ -62,9 +61,6 @@ class Plugin:
     takes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Slot → what it can take from that slot's provider: `{"head": ("class_logits",)}`; empty for nothing, which fits
     anything. A run in which a task, a loss or another plugin is given something else is refused."""
-    kernel_capabilities: ClassVar[KernelCapabilities] = KernelCapabilities()
-    """Capabilities of its attention kernel. Kernels that are not enabled are parsed as text, so write
-    `kernel_capabilities = KernelCapabilities(…)` with literals."""
     layout: ClassVar[bool] = False
     """True if it only decides where and how tensors are laid out, or only measures: its settings may differ between a
     checkpoint and the run that resumes it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_train.contract.attention import KernelCapabilities
+from forge_train_kit.capabilities import KernelCapabilities
 
 from ..layers import AttentionOptions
 from .spans import PerBatch, check_neighbours, first_visible, is_imagined

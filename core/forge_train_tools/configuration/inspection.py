@@ -14,12 +14,12 @@ from typing import Any
 from forge_train.base.errors import PluginError, describe, nearest
 from forge_train.base.format import place
 from forge_train.config.schema import no_toml
-from forge_train.contract.attention import KernelCapabilities
 from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.plugin import MARK, Plugin
 from forge_train.plugin.specs import HookSpec
 from forge_train.registry.discovery import CONTRIB, DISTRIBUTION
+from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
 
 from .facts import Facts
 
@@ -90,7 +90,7 @@ def malformed(enabled: EnabledPlugin, specs: Specs) -> list[str]:
             found.append(f"`{name}` names {strange[0]!r}, which is no slot.{nearest(strange[0], specs)}")
         if name == "gives" and (absent := sorted(set(value) - enabled.provides)):
             found.append(f"`gives` names {absent[0]!r}, a slot that it neither fills nor has in `provides`.")
-    able: Any = cls.kernel_capabilities
+    able: Any = capabilities_of(cls)
     if not isinstance(able, KernelCapabilities):
         found.append(f"`kernel_capabilities` must be KernelCapabilities(…), found {able!r}.")
     needs: Any = cls.needs

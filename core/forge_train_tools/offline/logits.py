@@ -14,6 +14,7 @@ from forge_train.contract.protocols import Task
 from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
+from forge_train_kit.capabilities import capabilities_of
 
 
 class Logits:
@@ -60,7 +61,7 @@ def logits_of(task: Task, part: nn.Module, hidden: Tensor, seen: int) -> Tensor:
 def continues(job: Job) -> bool:
     """Return True if attention can continue from a cache, with fewer queries than keys."""
     name = job.hooks.provider("attention_kernel")
-    return name is None or job.hooks.enabled[name].cls.kernel_capabilities.offsets
+    return name is None or capabilities_of(job.hooks.enabled[name].cls).offsets
 
 
 def new_cache(part: nn.Module, length: int) -> Any:

@@ -13,7 +13,8 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from forge_train import ConfigError, KernelCapabilities
+from forge_train import ConfigError
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import PerBatch
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import ConfigError, KernelCapabilities, Plugin, Problem, Volatile, hookimpl, section
+from forge_train import ConfigError, Plugin, Problem, Volatile, hookimpl, section
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionKernel
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forge_train import KernelCapabilities, Plugin, hookimpl
+from forge_train import Plugin, hookimpl
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionKernel
 
 if TYPE_CHECKING:

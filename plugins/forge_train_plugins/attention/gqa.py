@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_train import KernelCapabilities, Plugin, hookimpl
+from forge_train import Plugin, hookimpl
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.kernels import kernel_with
 from forge_train_kit.layers import Attention, Layer
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge_train import ConfigError, KernelCapabilities, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Plugin, Problem, hookimpl, section
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionKernel
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl, section
+from forge_train import ConfigError, Plugin, hookimpl, section
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionKernel
 
 if TYPE_CHECKING:

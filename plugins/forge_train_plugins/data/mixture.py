@@ -16,7 +16,6 @@ from forge_train import (
     FilePath,
     Ge,
     Gt,
-    KernelCapabilities,
     Lt,
     Metric,
     Problem,
@@ -28,6 +27,7 @@ from forge_train import (
 )
 from forge_train.contract.protocols import Loader
 from forge_train_kit import hookspecs
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.data.plugin import (
     DataPlugin,
     Packing,

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Volatile, hookimpl, section
+from forge_train import Batch, ConfigError, Ge, Lt, Volatile, hookimpl, section
 from forge_train.base.errors import Problem
 from forge_train.contract.events import Evaluation, Finished, LogRecord
 from forge_train.contract.protocols import Loader
 from forge_train_kit import hookspecs
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:

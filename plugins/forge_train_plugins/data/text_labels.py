@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
+from forge_train import Batch, ConfigError, Ge, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
 from forge_train_kit import hookspecs
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:

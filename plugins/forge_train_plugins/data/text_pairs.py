@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Plugin, Problem, Volatile, hookimpl, section
+from forge_train import Batch, ConfigError, Ge, Lt, Plugin, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
 from forge_train_kit import hookspecs
+from forge_train_kit.capabilities import KernelCapabilities
 
 if TYPE_CHECKING:
     import torch

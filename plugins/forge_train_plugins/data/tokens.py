@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import Batch, ConfigError, FilePath, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
+from forge_train import Batch, ConfigError, FilePath, Ge, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.events import Evaluation, LogRecord
 from forge_train.contract.protocols import Loader
 from forge_train_kit import hookspecs
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.data.plugin import (
     DataPlugin,
     Packing,

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import ConfigError, Ge, Gt, KernelCapabilities, Le, Lt, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Le, Lt, Plugin, Problem, hookimpl, section
 from forge_train_kit import hookspecs
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel
 

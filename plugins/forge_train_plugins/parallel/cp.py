@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from forge_train import (
     BatchPhase,
     Ge,
-    KernelCapabilities,
     Phase,
     Plugin,
     PrepareBatch,
@@ -17,6 +16,7 @@ from forge_train import (
     hookimpl,
     section,
 )
+from forge_train_kit.capabilities import KernelCapabilities
 
 if TYPE_CHECKING:
     from torch import nn

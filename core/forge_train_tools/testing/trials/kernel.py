@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError
-from forge_train.contract.attention import KernelCapabilities
+from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
 from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model.attention_dropout import DroppedWeights
 
@@ -114,7 +114,7 @@ def _dropping(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
 
 def agrees_with_its_formula(bench: Bench) -> str:
     """On every device that is here; in bf16 where the kernel refuses fp32."""
-    able = bench.enabled.cls.kernel_capabilities
+    able = capabilities_of(bench.enabled.cls)
     return "; ".join(_agrees(bench, able, device) for device in _devices(bench))
 
 
@@ -176,7 +176,7 @@ def _devices(bench: Bench) -> list[torch.device]:
 
 def refuses_what_it_does_not_declare(bench: Bench) -> str:
     """Options that a kernel ignores would give wrong attention without an error."""
-    able = bench.enabled.cls.kernel_capabilities
+    able = capabilities_of(bench.enabled.cls)
     device = _devices(bench)[0]
     kernel, dtype = _kernel(bench, device)
     shape = BATCH, SEQUENCE, HEADS, min(able.head_dims, default=8)

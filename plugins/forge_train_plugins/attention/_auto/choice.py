@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_train import ConfigError, Job, KernelCapabilities
+from forge_train import ConfigError, Job
 from forge_train.registry.discovery import find, load
+from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
 from forge_train_kit.kernels import asked_by_layers, needs_of
 from forge_train_kit.layers import AttentionKernel, AttentionOptions
 
@@ -40,7 +41,7 @@ class Choice:
             try:
                 kernel: Any = cls(cls.Config())
                 self.kernels[name] = kernel.attention_kernel(job)
-                self._capabilities[name] = cls.kernel_capabilities
+                self._capabilities[name] = capabilities_of(cls)
             except (ConfigError, ImportError) as error:
                 self.refused[name] = str(error)
         self.taken = self.able()[0]

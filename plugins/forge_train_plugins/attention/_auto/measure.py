@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train import Job, KernelCapabilities
+from forge_train import Job
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionKernel, AttentionOptions
 from forge_train_kit.model import DroppedWeights
 

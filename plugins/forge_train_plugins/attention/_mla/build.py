@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from forge_train import ConfigError, KernelCapabilities
+from forge_train import ConfigError
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.kernels import kernel_with
 from forge_train_kit.layers import Layer
 from forge_train_kit.model import AttentionDropout, LengthRoPE, RoPE, YarnScaling

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from forge_train import KernelCapabilities
 from forge_train.mesh.tensors import on_host
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import PerBatch, TiledAttention, document_bounds, is_imagined
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from forge_train import ConfigError, KernelCapabilities
+from forge_train import ConfigError
 from forge_train.base.errors import describe
+from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionKernel, AttentionOptions
 
 log = logging.getLogger("forge_train")

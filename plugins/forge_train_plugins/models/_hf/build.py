@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from forge_train import ConfigError, KernelCapabilities
+from forge_train import ConfigError
 from forge_train.base.errors import describe
 from forge_train.base.format import format_list
 from forge_train_kit import hookspecs, kernels
+from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
 from forge_train_kit.heads import HeadSpec
 from forge_train_kit.model import Dropout
 
@@ -60,7 +61,7 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     if asked is not None and (chosen := job.hooks.provider("attention_kernel")):
         heads = {path: asked.heads[id(one)] for path, one in model.named_modules() if id(one) in asked.heads}
         widths = {path: count * features for path, (count, _, features) in heads.items()}
-        lacking = [*job.hooks.enabled[chosen].cls.kernel_capabilities.lacks(asked.needs)]
+        lacking = [*capabilities_of(job.hooks.enabled[chosen].cls).lacks(asked.needs)]
         kernel = not lacking
         if lacking and (job.dist.layout.tp > 1 or job.dist.layout.cp > 1):
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from forge_train import Applied, ConfigError
+from forge_train_kit.capabilities import capabilities_of
 
 from .kernel import ContextKernel, Ranks, undivided
 from .moving import Group
@@ -132,7 +133,7 @@ def choose(heads: Iterable[Heads], all_known: bool, size: int, job: Job) -> tupl
     """
     heads = list(heads)
     kernel = job.hooks.provider("attention_kernel")
-    blocks = kernel is not None and job.hooks.enabled[kernel].cls.kernel_capabilities.blocks
+    blocks = kernel is not None and capabilities_of(job.hooks.enabled[kernel].cls).blocks
     long = job.config.train.sequence >= LONG
     shared = all_known and bool(heads) and all(not undivided(one.queries, one.keys, size) for one in heads)
     cheap = sum(one.queries + max(one.keys, size) for one in heads) < size * sum(one.keys for one in heads)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from forge_train.plugin.plugin import Plugin
+
+__all__ = ["KernelCapabilities", "capabilities_of"]
+
 
 @dataclass(frozen=True, slots=True)
 class KernelCapabilities:
@@ -55,3 +59,12 @@ _PHRASES = {
     "blocks": "keys in blocks, of which a query may see none",
     "head_dims": "heads of {} features",
 }
+
+
+def capabilities_of(plugin: type[Plugin]) -> KernelCapabilities:
+    """Return what a plugin's class attribute `kernel_capabilities` declares of its attention kernel.
+
+    Kernels that are not enabled are parsed as text: write `kernel_capabilities = KernelCapabilities(…)` with literals.
+    """
+    declared: KernelCapabilities = getattr(plugin, "kernel_capabilities", KernelCapabilities())
+    return declared
