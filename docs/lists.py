@@ -25,7 +25,7 @@ from forge_train_kit.facts import Fact, stated
 from forge_train_kit.source import Source
 from forge_train_kit.tracking import Tracker
 from forge_train_tools.configuration.comments import describe_type, field_docs
-from forge_train_tools.configuration.facts import GROUP
+from forge_train_tools.configuration.known_facts import GROUP
 
 ROOT = Path(__file__).parents[1]
 HOOKS = Specs([])

@@ -20,7 +20,7 @@ from forge_train.base.errors import ConfigError, describe
 from forge_train.base.format import format_bytes
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train_tools.configuration.request import Request
-from forge_train_tools.requests import PRESET
+from forge_train_tools.sources import PRESET
 
 from .lazy import GROUP
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train_tools.requests import PRESET, RUN_DIR
+from forge_train_tools.sources import PRESET, RUN_DIR
 
 from . import screen
 from .lazy import LazyGroup

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from forge_train.base.errors import ConfigError
-from forge_train_tools.requests import PRESET, RUN_DIR
+from forge_train_tools.sources import PRESET, RUN_DIR
 
 if TYPE_CHECKING:
     from forge_train_tools.configuration.request import Request
@@ -82,7 +82,7 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
             **options: Any,
         ) -> Any:
             from forge_train_tools.configuration.request import Request  # listings don't need it
-            from forge_train_tools.requests import continuing
+            from forge_train_tools.sources import continuing
 
             request = Request(
                 config=config or ("" if source else default),
@@ -102,9 +102,9 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
 
 def hugging_face(request: Request, run_dir: str) -> Request:
     """The request to run, in which a Hugging Face folder is imported."""
-    from forge_train_tools import requests
+    from forge_train_tools import sources
 
-    return requests.hugging_face(request, Path(run_dir), lambda text: click.echo(text, err=True))
+    return sources.hugging_face(request, Path(run_dir), lambda text: click.echo(text, err=True))
 
 
 OF_CHATS = ("rename", "roles", "each_turn", "split_special_tokens")

@@ -23,7 +23,7 @@ from forge_train_tools.launching.devices import how_many
 from forge_train_tools.launching.ending import told
 from forge_train_tools.launching.world import here
 from forge_train_tools.messages import show_end, show_progress
-from forge_train_tools.requests import fetch, with_configuration
+from forge_train_tools.sources import fetch, with_configuration
 
 from .closing import activation, next_commands, resume_command
 from .exporting import check_exportable, export_trained

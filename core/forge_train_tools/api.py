@@ -16,8 +16,8 @@ from forge_train.base.errors import ConfigError
 
 from .messages import show_end, shown
 from .process import alone, unchanged
-from .requests import RUN_DIR, as_assignments, fetch, hugging_face, with_configuration
 from .run_folder import RunFolder
+from .sources import RUN_DIR, as_assignments, fetch, hugging_face, with_configuration
 
 if TYPE_CHECKING:
     from forge_train.mesh.layout import Device

@@ -24,7 +24,7 @@ import warm
 from forge_command import Forge
 from forge_train import ConfigError, DivergedError, ForgeError, Job, Plugin, StepResult, hookimpl
 from forge_train_tools import RunFolder, open_model, open_run, plan, train, verify
-from forge_train_tools.requests import as_assignments
+from forge_train_tools.sources import as_assignments
 from forge_train_tools.testing import installed
 
 pytestmark = pytest.mark.usefixtures("folder")

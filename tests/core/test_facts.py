@@ -15,7 +15,7 @@ from forge_train.contract.reference import PluginRef
 from forge_train.registry.discovery import find
 from forge_train_kit.facts import ARCHITECTURES, SAVES, Fact, stated
 from forge_train_plugins.models.decoder import Decoder
-from forge_train_tools.configuration.facts import Facts
+from forge_train_tools.configuration.known_facts import Facts
 from forge_train_tools.facts import EXAMPLE, PER_UNIT, ROUNDS
 from forge_train_tools.testing import check
 from packages import package

@@ -21,7 +21,7 @@ from forge_train.plugin.specs import HookSpec
 from forge_train.registry.discovery import CONTRIB, DISTRIBUTION
 from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
 
-from .facts import Facts
+from .known_facts import Facts
 
 Specs = Mapping[str, HookSpec[..., Any]]
 _NO_METHODS = (property, functools.cached_property, functools.partial)

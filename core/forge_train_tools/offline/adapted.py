@@ -23,7 +23,7 @@ from forge_train_kit.state_map.views import Stored, read
 
 from ..configuration.request import Request
 from ..configuration.setup import resolve
-from ..requests import as_assignments, continuing
+from ..sources import as_assignments, continuing
 from .hf_request import starting_from
 from .opening import Opened, Wanted, lone_job, setup_of
 

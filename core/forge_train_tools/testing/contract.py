@@ -22,8 +22,8 @@ from forge_train.plugin.plugin import API, Plugin
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import load
 
-from ..configuration.facts import Facts
 from ..configuration.inspection import halved, malformed, misfits, undecorated, unknown
+from ..configuration.known_facts import Facts
 from .conformance import BrokenError, DoubtError, SkippedError, Trial, require
 from .environment import LOCAL
 
