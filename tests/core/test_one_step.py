@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from forge_train import (
     section,
 )
 from forge_train.contract.events import Evaluation
+from forge_train.contract.protocols import SpanName
 from forge_train_kit import hookspecs
 
 pytestmark = pytest.mark.unit
@@ -488,10 +489,13 @@ def test_extras_reach_the_model(tmp_path: Path) -> None:
 
 def test_all_five_spans_are_entered_around_what_they_name(tmp_path: Path) -> None:
     seen: list[str] = []
+    asked: list[str] = []
 
     class Spans(Plugin):
         @hookimpl
         def around(self, span: str, job: Any) -> Any:
+            asked.append(span)
+
             @contextmanager
             def inside() -> Iterator[None]:
                 seen.append(f"+{span}")
@@ -523,6 +527,7 @@ def test_all_five_spans_are_entered_around_what_they_name(tmp_path: Path) -> Non
         *("+evaluate", "-evaluate", "evaluated"),
         *("+save", "saving", "saved", "-save"),
     ]
+    assert sorted(asked) == sorted(get_args(SpanName)), "a plugin is asked once for each"
     seen.clear()
     toys.run(tmp_path, Spans, type("Never", (Plugin,), {"on_gradients": hookimpl(lambda s, update: update.veto("x"))}))
     assert "+optimizer" not in seen

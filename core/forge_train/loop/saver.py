@@ -58,7 +58,7 @@ class Saver:
     def __init__(self, job: Job, policy: CheckpointPolicy, elsewhere: Copies) -> None:
         self._job, self._policy, self._config = job, policy, job.config.checkpoint
         self._stack = ExitStack()
-        self._around = hookspecs.around("save", job)
+        self.around = hookspecs.around("save", job)
         self._beside = self._stack.enter_context(job.dist.beside()) if self._config.asynchronous else None
         self._copies: save_plan.Copies = {}
         self._plan: Any = None
@@ -178,7 +178,7 @@ class Saver:
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
-        with self._around():
+        with self.around():
             self._tell_written(flight.task.result(), flight.blocked)
 
     def settle(self) -> None:

@@ -36,8 +36,6 @@ class Training:
         self._fill = setup.fill
         self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
         self._around_step = hookspecs.around("step", job)
-        self._around_evaluate = hookspecs.around("evaluate", job)
-        self._around_save = hookspecs.around("save", job)
         self.policy = CheckpointPolicy(job)
         self.saver = Saver(job, self.policy, setup.copies)
         self._meter = Meter(job)
@@ -153,7 +151,7 @@ class Training:
     @during("evaluate")
     def _evaluate(self, evaluations: Evaluations) -> None:
         waited = self.stepper.waited
-        with self._meter.paused(), self._around_evaluate():
+        with self._meter.paused(), self.stepper.around_evaluate():
             found = evaluations.run(self.progress.step)
         self.stepper.waited = waited
         self.job.hooks.on_log(found)
@@ -226,7 +224,7 @@ class Training:
         run.check_lock()
         with self._meter.paused():
             self.saver.make_way(step)
-            with self._around_save():
+            with self.saver.around():
                 self.job.hooks.on_checkpoint(CheckpointEvent("saving", step, run.checkpoints / f"step-{step:08d}"))
                 if self.job.control.rolls_back:  # what a plugin has found by now is not worth saving
                     return

@@ -38,6 +38,7 @@ class Caller:
         self.unused: set[str] = set()  # plugins that turned out to have nothing to do; see `registry.unused`
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
         self.called: set[str] = set()
+        self.spans: dict[str, list[tuple[str, Any]]] = {}  # a span, and what plugins answered about it
         self.inside: list[str] = []  # spans that the run is in, outermost first, where there is an `around`
         self._calls = Calls.of(plugins, specs)
 
@@ -141,6 +142,7 @@ class Caller:
             return answers
         if spec.kind == "spans":
             what = next((one for one in arguments.values() if isinstance(one, str)), spec.name)
+            self.spans[what] = answers
             return nesting(what, [(self.whose(spec.name, name), span) for name, span in answers], self.inside)
         each = [(name, one) for name, answer in answers for one in ([answer] if hasattr(answer, "phase") else answer)]
         return sorted(each, key=lambda one: (one[1].phase, one[0]))

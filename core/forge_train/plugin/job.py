@@ -95,14 +95,16 @@ class Hooks(Caller):
         return [(self.whose("evaluators", name), one) for name, one in self._each("evaluators", Evaluator)]
 
     def evaluated_weights(self) -> tuple[str, EvaluatedWeights] | None:
-        """The plugin whose span `evaluate` puts other weights in and says which, and that span.
+        """The plugin whose span `evaluate` puts other weights in and says which, and that span. Plugins are asked for
+        it unless they were before.
 
         Raises:
             ConfigError: if several plugins do.
             PluginError: if terms are not numbers by name.
         """
-        answers = self._calls.collect("around", {"span": "evaluate", "job": self.job})
-        telling = [(name, one) for name, one in answers if isinstance(one, EvaluatedWeights)]
+        if "evaluate" not in self.spans:
+            self._ask("around", span="evaluate")
+        telling = [(name, one) for name, one in self.spans["evaluate"] if isinstance(one, EvaluatedWeights)]
         given = self._one(telling, lambda names: f"Plugins {names} both evaluate other weights than those trained")
         kind = kind_of(Mapping[str, float])
         if given and (text := kind.problem(given[1].terms)):

@@ -66,7 +66,7 @@ class Watched(Watcher):
         to_peak(self.stepper.schedule, self.optimizer, job.steps)
         ties = (*TIES, *filter(None, (ROUNDS.of(enabled.cls) for enabled in job.hooks.enabled.values())))
         self._counter = Counter(self.model.named_modules(), self.rows, job.config.train.micro_batch, ties)
-        self._around_step, self._around_evaluate = hookspecs.around("step", job), hookspecs.around("evaluate", job)
+        self._around_step, self._around_evaluate = hookspecs.around("step", job), self.stepper.around_evaluate
         self.seen.start = {name: hash_of(full_tensor(tensor)) for name, tensor in self.model.state_dict().items()}
         self.seen.pieces = {
             name: local_window(parameter.detach())[1] for name, parameter in self.model.named_parameters()
