@@ -29,7 +29,7 @@ from .loop.start import Start, changed_values, claim, unclaim
 from .loop.training import Training
 from .mesh.axes import CONFIGURED
 from .plugin.job import Job
-from .registry.axes import installed
+from .registry.declared import installed
 from .registry.setup import Setup
 from .run.control import signals
 from .run.run import Run

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from forge_train.base.strict_json import loads
+from forge_train.base.strict_json import loads, odd
 from forge_train.run.run import RECORDED, Artifact
-from forge_train.run.run_files import odd
 
 
 def recorded(folder: Path) -> list[Artifact]:

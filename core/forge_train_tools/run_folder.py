@@ -12,8 +12,7 @@ from typing import Any
 from forge_train.base.errors import ConfigError, nearest
 from forge_train.loop.run import is_run
 from forge_train.run.records import read
-from forge_train.run.run import RECORDED
-from forge_train.run.run_files import load
+from forge_train.run.run import RECORDED, load
 
 from .artifacts import recorded, state
 

@@ -18,7 +18,7 @@ from forge_train import Axis, ConfigError, Plugin, hookimpl, section
 from forge_train.compose.coverage import check_coverage
 from forge_train.config.sections import ParallelSection, parallel_section
 from forge_train.mesh.layout import Layout
-from forge_train.registry import axes
+from forge_train.registry.declared import of_distribution
 from forge_train_tools.configuration.comments import field_docs
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Pool, Verifier
@@ -249,7 +249,7 @@ def test_a_name_of_two_packages_or_of_forge(tmp_path: Path, monkeypatch: pytest.
     assert "train.stepz: there is no such key" in str(caught.value), "with the other mistakes"
     toys.setup(folder=tmp_path / "idle", config={"parallel.tp": 1})  # which is Forge's, whatever is installed
     with pytest.raises(ConfigError, match=r"^Axis 'tp' of first 1\.0 \(first\.axes:TP\) must be .* no axis of Forge's"):
-        axes.of_distribution("first")
+        of_distribution("first")
 
 
 def test_a_name_that_is_almost_that_of_an_installed_axis(

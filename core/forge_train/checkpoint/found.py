@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..base.files import REPLACED, write_json, write_whole
 from ..mesh.distributed import DistributedContext
-from ..run.run_files import load
+from ..run.run import load
 from ..store.manifest import NAME, way_out
 from .reading import unusable
 from .seal import ALONE, sync, verify

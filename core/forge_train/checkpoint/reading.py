@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..base.errors import ConfigError, PluginError
 from ..base.files import load_json
+from ..base.strict_json import COUNT, PAIRS, odd
 from ..mesh.distributed import DistributedContext
-from ..run.run_files import COUNT, PAIRS, odd
 from ..store import tensors
 from ..store.index import read_index
 from ..store.manifest import EDITABLE, FORMAT, LARGEST, STATE, other_format, way_out

@@ -19,8 +19,7 @@ from ..config import Config
 from ..config.tree import CONDITIONAL, Key
 from ..config.validate import plain
 from ..mesh.world import World
-from ..run.run import Run, writing
-from ..run.run_files import load
+from ..run.run import Run, load, writing
 
 if TYPE_CHECKING:
     from ..config import Config

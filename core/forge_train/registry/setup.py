@@ -21,7 +21,7 @@ from ..mesh.layout import Layout
 from ..plugin.calls import EnabledPlugin, plugin_note
 from ..plugin.job import Hooks, Job
 from ..plugin.plugin import PROJECT, Plugin
-from . import axes
+from .declared import section_of
 from .resolution import Resolution
 
 log = logging.getLogger(PROJECT)
@@ -88,7 +88,7 @@ def make_setup(
         sections = _sections(tree, enabled, resolution)
     classes: dict[str, type] = dict(CORE_SECTIONS)
     try:
-        classes["parallel"] = axes.section_of({key[0] for key in tree.below(("parallel",))})
+        classes["parallel"] = section_of({key[0] for key in tree.below(("parallel",))})
     except ConfigError as error:
         tree.mistakes.append(str(error))
         del classes["parallel"]

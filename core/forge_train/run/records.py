@@ -11,8 +11,7 @@ from typing import Any
 
 from ..base import disk
 from ..base.errors import ConfigError, PluginError
-from ..base.strict_json import dumps, loads
-from .run_files import COUNT, NUMBER, check_text, odd
+from ..base.strict_json import COUNT, NUMBER, check_text, dumps, loads, odd
 
 log = logging.getLogger("forge_train")
 

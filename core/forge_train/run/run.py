@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..base import disk, lock
-from ..base.errors import ConfigError, DivergedError, Failure
-from ..base.files import write_json
-from ..base.strict_json import dumps
+from ..base.errors import ConfigError, DivergedError, Failure, describe
+from ..base.files import load_json, write_json
+from ..base.strict_json import COUNT, NUMBER, PAIRS, check_text, dumps, odd
 from .records import EventSchema, Records, read
-from .run_files import load
 
 log = logging.getLogger("forge_train")
 
@@ -214,3 +213,44 @@ class Recorder:
         except OSError as error:
             if self._folder.exists():  # else the run was a trial, and is over
                 log.warning("%s is not recorded: %s", file, error.strerror or error)
+
+
+_LARGEST = 64 << 20
+"""Bytes of a file that are read."""
+SHAPES: Mapping[str, Any] = {
+    "plugins.json": [{"name": str, "version": str, "hash": str, "distribution?": str, "object?": str}],
+    "environment.json": {"devices?": [str], "argv?": [str], "git?": ({"commit": str, "dirty": bool}, type(None))},
+    "composition.json": [{"phase": str, "plugin": str, "matched": [str], "note": str}],
+    "outcome.json": {
+        "outcome": str,
+        "step": int,
+        "loss": NUMBER,
+        "code?": int,
+        "error?": (dict, type(None)),
+    },
+    "left_out.json": PAIRS,
+    ".roll_back.json": {"before": (COUNT, type(None)), "left_out": PAIRS, "elsewhere": COUNT, "*": ()},
+}
+"""File → what it holds, as `odd` takes it."""
+
+
+def load(file: Path, *, links: bool = True) -> Any:
+    """Return the content of a run's file; None if there is no such file.
+
+    Args:
+        file: one of `SHAPES`.
+        links: whether it may be a link, as in a run's folder; a checkpoint may come from anyone.
+
+    Raises:
+        ConfigError: if it can't be read, or has the wrong shape.
+    """
+    try:
+        if not file.exists():
+            return None
+        found = load_json(file, most=_LARGEST, links=links)
+        check_text(found)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: can't be read: {describe(error).partition(chr(10))[0][:200]}.") from error
+    if problem := odd(found, SHAPES[file.name]):
+        raise ConfigError(f"{file}: can't be read: {problem}. Put it back as it was.")
+    return found

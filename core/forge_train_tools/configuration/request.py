@@ -12,7 +12,7 @@ from forge_train.base.names import canonical
 from forge_train.config import LENGTHS
 from forge_train.config.tree import TABLE, TOP_KEYS, Key, Origin, OriginKind, Tree, Value, leaves
 from forge_train.mesh.axes import CONFIGURED, Table
-from forge_train.registry.axes import installed
+from forge_train.registry.declared import installed
 
 from .presets import base_preset, presets
 from .toml import Document, read

@@ -24,8 +24,7 @@ from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.process_group import choose_device
 from forge_train.plugin.calls import implemented
 from forge_train.plugin.job import Job
-from forge_train.registry.axes import installed
-from forge_train.registry.declared import spec_modules
+from forge_train.registry.declared import installed, spec_modules
 from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup
 from forge_train.run.run import Run

@@ -11,7 +11,7 @@ from forge_train.contract.transform import Phase
 from forge_train.loop.run import to_toml
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import EnabledPlugin
-from forge_train.registry import axes
+from forge_train.registry.declared import of_distribution
 from forge_train.registry.discovery import plugin_name
 
 from ..configuration.request import Request
@@ -51,7 +51,7 @@ def agree(bench: Bench, folder: Path, verify: Verifier) -> Iterator[Check]:
 
 def _own_axes(enabled: EnabledPlugin) -> dict[str, tuple[Phase | None, Layout]]:
     owner = enabled.ref.distribution
-    return {axis.name: (None, Layout(others=((axis, RANKS),))) for axis in axes.of_distribution(owner)}
+    return {axis.name: (None, Layout(others=((axis, RANKS),))) for axis in of_distribution(owner)}
 
 
 def _name(axis: str) -> str:
