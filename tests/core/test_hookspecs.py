@@ -92,9 +92,27 @@ def tells_apart(bench):
 TRIALS = {"score": [("tells texts apart", tells_apart)]}
 """
 CHECKS = """
+from pathlib import Path
+
+from forge_train.loop.run import MODEL_FILES
+
+TABLE = Path(__file__).with_name("table")
+
+
 def suits(hooks, config):
     if config.train.total_steps > 1:
         yield f"{hooks.provider('score')} scores one step only, and the run has {config.train.total_steps}."
+
+
+def keep(config, hooks, folder, *, fresh):
+    if fresh:
+        (folder / MODEL_FILES).mkdir()
+        (folder / MODEL_FILES / "table").write_text(TABLE.read_text())
+    return config
+
+
+def digest(job):
+    return TABLE.read_text()
 """
 SCORER = '''
 from forge_train import Plugin, hookimpl
@@ -320,6 +338,24 @@ def test_who_declares_a_slot_checks_its_provider_at_setup(tmp_path: Path, instal
     with pytest.raises(ConfigError, match=r"^length scores one step only, and the run has 2\.$"):
         toys.setup("judge", "length", folder=tmp_path, config={"train.steps": 2})
     assert run(tmp_path, "judge", "length").finished.outcome == "done"
+
+
+def test_what_its_slot_reads_is_kept_with_the_run_and_compared_at_resume(tmp_path: Path, install: Install) -> None:
+    install("judge", SPECS.replace('"slot",', '"slot", keeps="judge.checks",'))
+    install("scorer")
+    table = tmp_path / "site" / "judge" / "table"
+
+    def train(steps: int, *allowed: str) -> TinyRun:
+        config = {"checkpoint.every": 1, "checkpoint.allow_changes": list(allowed)}
+        return toys.run(tmp_path, "judge", "length", steps=steps, name="a", config=config)
+
+    table.write_text("one")
+    done = train(1)
+    assert (done.run / "checkpoints" / "step-00000001" / "tokenizer" / "table").read_text() == "one"
+    table.write_text("two")
+    with pytest.raises(ConfigError, match=r"\n  score: another one, or its files have changed\n.*\[\"score\"\]"):
+        train(2)
+    assert train(2, "score").finished.step == 2
 
 
 def test_its_slot_has_a_default(tmp_path: Path, install: Install) -> None:

@@ -59,8 +59,8 @@ class HookSpec(Generic[P, R]):
     run that is to train; called at setup, before anything slow is imported."""
     keeps: str = ""
     """The module that keeps what a slot's provider reads with a run: `keep(config, hooks, folder, fresh=…)` copies its
-    files into the run's folder and returns the configuration that names the copies; `digest(job)` is a text that must
-    be the same when the run resumes."""
+    files into `MODEL_FILES` of the run's folder, which each checkpoint copies, and returns the configuration that names
+    the copies; `digest(job)` is a text that must be the same when the run resumes."""
     trials: str = ""
     """The module whose `TRIALS` tell `forge plugins check` what to try: hook → pairs of a name and a function."""
     owner: str = ""
