@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.dist]
 
 LORA: dict[str, Any] = {
     "lora.modules": ["*"],  # the embedding and the head too
+    "lora.tune": ["*norm"],
     "lora.rank": 4,
     "lora.dropout": 0.2,
     "lora.groups": '[{match = "*.v", rank = 2, alpha = 8.0}]',

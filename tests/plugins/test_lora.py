@@ -61,6 +61,24 @@ def test_adapts_every_linear_of_a_block_and_keeps_nothing_else(base: Path, tmp_p
     assert all(torch.equal(one, after[name]) for name, one in before.items())
 
 
+def test_modules_are_tuned_in_full_beside_updates(base: Path, tmp_path: Path) -> None:
+    """They have gradients, optimizer state and a place in checkpoints, and a resumed run goes on with them."""
+    config = {"lora.modules": ["*.q"], "lora.tune": ["*norm", "head"]}
+    run = tuned(tmp_path / "straight", base, config)
+    trained = {name for name, one in run.model.named_parameters() if one.requires_grad}
+    whole = {name for name in trained if "lora_" not in name}
+    assert whole == {"norm.weight", "head.weight"} | {
+        f"layers.{layer}.{norm}.weight" for layer in (0, 1) for norm in ("attention_norm", "feed_forward_norm")
+    }
+    held = {name for name in shapes(run.run / "checkpoints" / "step-00000003") if name.startswith("model.")}
+    assert held == {f"model.{name}" for name in trained}
+    before, after = (open_model(path, text=False).model.state_dict() for path in (base, run.run))
+    moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    assert moved == whole
+    tuned(tmp_path, base, config, name="r", stop_at=2)
+    assert tuned(tmp_path, base, config, name="r").losses[-1] == run.losses[-1]
+
+
 def test_by_default_a_linear_of_one_row_is_left_alone(tmp_path: Path) -> None:
     """The gate of a shared expert; any rank would be above its dimension."""
     free = {"train": {"init_missing": []}, "checkpoint": {"only": []}}
@@ -105,6 +123,11 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
             r"lora\.groups: '\*\.q' and '\*\.attention\.\*' both match 'layers\.0\.attention\.q'",
         ),
         ({"lora.groups": [{"match": "*.q"}]}, r"lora\.groups: '\*\.q' changes nothing; set its rank or its alpha"),
+        ({"lora.tune": ["nrm"]}, r"lora\.tune: 'nrm' matches no module\. Did you mean 'norm'\?"),
+        (
+            {"lora.tune": ["layers.1"]},
+            r"lora\.tune: 'layers\.1\.attention\.q' has an update already: leave it out here",
+        ),
         ({"lora.rank": 1000}, r"lora\.rank: 1000 is above a dimension of 'layers\.0\.attention\.q' \("),
         (
             {"decoder.tied": True, "lora.modules": ["head"]},
@@ -189,17 +212,21 @@ def test_an_export_is_merged(tmp_path: Path, dtype: torch.dtype | None, modules:
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 if dtype is None else 0.05)
 
 
-@pytest.mark.parametrize("linears", [(), ("*.q", "layers.1.*.down", "embedding", "head")])
-def test_peft_loads_the_adapter_alone(tmp_path: Path, linears: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("linears", "tuned"),
+    [((), ()), (("*.q", "layers.1.*.down", "embedding", "head"), ()), (("*.q",), ("*norm", "embedding", "head"))],
+)
+def test_peft_loads_the_adapter_alone(tmp_path: Path, linears: tuple[str, ...], tuned: tuple[str, ...]) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     settings = ["lora.rank=4", "lora.groups=[{match = 'layers.1.*', rank = 2, alpha = 5.0}]", "lora.rslora=true"]
+    settings += [f"lora.tune={[*tuned]}"] if tuned else []
     settings += [f"lora.modules={[*linears]}"] if linears else []
     run = trained(tmp_path, *settings)
     done = export_adapter(run, tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     loaded: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", autocast_adapter_dtype=False)
     assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "hf")
-    held = {name: one for name, one in loaded.named_parameters() if ".lora_" in name}
+    held = {name: one for name, one in loaded.named_parameters() if ".lora_" in name or ".modules_to_save." in name}
     assert sum(one.numel() for one in held.values()) == done.parameters
     ids = torch.arange(32).view(2, 16)
     with torch.no_grad():

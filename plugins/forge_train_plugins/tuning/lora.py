@@ -54,6 +54,9 @@ class LoRA(Plugin):
         """Patterns of linears, embeddings and stacks of experts to adapt, such as `*.q`, `head` or `*.experts.up`; each
         must match one. Empty means all linears and stacks in the model's units: those of attention and of feed-forward
         blocks, except linears of a single row."""
+        tune: tuple[str, ...] = ()
+        """Patterns of modules to train in full beside the updates, such as `*norm*` or `head`; each must match one.
+        Checkpoints hold them too, and an adapter has them as PEFT's `modules_to_save`."""
         rank: Annotated[int, Gt(0)] = 16
         """Rows of `A`, and columns of `B`."""
         alpha: Annotated[float, Gt(0)] = 32.0
@@ -84,7 +87,7 @@ class LoRA(Plugin):
         from ._lora.folder import Folder
 
         own = Folder(config.adapter).implied if config.adapter else {}
-        return {"train.init_missing": [ADDED], "checkpoint.only": [ADDED], **own}
+        return {"train.init_missing": [ADDED], "checkpoint.only": [ADDED, *(f"{one}.*" for one in config.tune)], **own}
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
@@ -114,7 +117,7 @@ class LoRA(Plugin):
     def export_adapter(self, modules: Mapping[str, str], job: Job) -> HFAdapter:
         from ._lora.peft import adapter
 
-        return adapter(self.config, job, self._adapters.adapted, self._adapters.stored, modules)
+        return adapter(self.config, job, self._adapters.adapted, self._adapters.stored, modules, self._adapters.tuned)
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:

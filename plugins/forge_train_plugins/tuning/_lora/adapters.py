@@ -43,6 +43,9 @@ class Adapters:
         self._parameters: list[nn.Parameter] = []
         self.adapted: list[str] = []
         """Names of the linears, embeddings and stacks on this rank that have an update."""
+        self.tuned: list[str] = []
+        """Names of parameters on this rank that are trained in full."""
+        self._modules: list[str] = []
         self.stored: dict[str, Stored] = {}
         """Parameters of the model without updates on this rank."""
 
@@ -62,11 +65,12 @@ class Adapters:
         self._found += found
         self.adapted += taken
         if self.job.dist.layout.pp == 1:
-            self._expect_matches(self._found, self.adapted)
+            self._expect_matches(self._found, self.adapted, (name for name, _ in part.named_modules()))
             self._expect_places(self._placed)
         _expect_untied(part, [found[name] for name in taken])
         for name in taken:
             self._adapt(found[name], given.get(name))
+        self._tune(part, {found[name].module for name in taken})
         more = (MAGNITUDE,) if self.config.dora else ()
         added = tuple(_path(found[name], one) for name in taken for one in (*found[name].factors, *more))
         ranks = sorted({size(self.config, name)[0] for name in taken})
@@ -86,9 +90,9 @@ class Adapters:
             ConfigError: for a pattern that matches nothing, and for an optimizer without learning rates by parameter.
         """
         if self.job.dist.layout.pp > 1:
-            names = self.job.dist.gather_objects((self._found, self.adapted, self._placed))
-            found, adapted, placed = (itertools.chain(*one) for one in zip(*names, strict=True))
-            self._expect_matches(found, adapted)
+            names = self.job.dist.gather_objects((self._found, self.adapted, self._placed, self._modules))
+            found, adapted, placed, modules = (itertools.chain(*one) for one in zip(*names, strict=True))
+            self._expect_matches(found, adapted, modules)
             self._expect_places(placed)
         rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
         modules = [(name, one) for name, one in model.named_modules() if isinstance(one, Adapted)]
@@ -126,17 +130,38 @@ class Adapters:
         units = tuple(f"{unit}." for unit in getattr(part, "units", ()))
         return target.name.startswith(units) and not target.is_embedding and min(target.weight.shape[-2:]) > 1
 
-    def _expect_matches(self, found: Iterable[str], adapted: Iterable[str]) -> None:
+    def _tune(self, part: nn.Module, adapted: set[nn.Module]) -> None:
+        """Train some modules in full.
+
+        Raises:
+            ConfigError: for one that has an update, too.
+        """
+        self._modules += [name for name, _ in part.named_modules()]
+        for path, module in part.named_modules():
+            if not any(fnmatchcase(path, pattern) for pattern in self.config.tune):
+                continue
+            if both := next((name for name, one in module.named_modules() if one in adapted), None):
+                raise ConfigError(
+                    f"lora.tune: {'.'.join(filter(None, (path, both)))!r} has an update already: leave it out here, or "
+                    "out of lora.modules.",
+                    key="lora.tune",
+                )
+            module.requires_grad_(True)
+            self.tuned += [".".join((path, name)) for name, _ in module.named_parameters()]
+
+    def _expect_matches(self, found: Iterable[str], adapted: Iterable[str], modules: Iterable[str]) -> None:
         given: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
             "lora.modules": (self.config.modules, [*found]),
             "lora.groups": ([group.match for group in self.config.groups], [*adapted]),
+            "lora.tune": (self.config.tune, [*modules]),
         }
         for key, (patterns, names) in given.items():
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     ends = sorted({f"*.{name.rpartition('.')[2]}" for name in names})
                     hint = nearest(pattern, [*ends, *names]) or f" There are {format_list(ends)}."
-                    raise ConfigError(f"{key}: {pattern!r} matches nothing that lora adapts.{hint}", key=key)
+                    what = "no module" if key == "lora.tune" else "nothing that lora adapts"
+                    raise ConfigError(f"{key}: {pattern!r} matches {what}.{hint}", key=key)
 
     def _expect_places(self, placed: Iterable[str]) -> None:
         if self.folder is not None and (lost := sorted({*self.folder.modules} - {*placed})):

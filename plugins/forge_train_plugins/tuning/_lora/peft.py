@@ -98,11 +98,13 @@ class Factors(StateMap):
         modules: linear or embedding → its name in Hugging Face layout.
         stacks: those that lie in one parameter, together.
         dora: whether linears have a magnitude.
+        tuned: parameters that are trained in full.
     """
 
     modules: Mapping[str, str]
     stacks: Sequence[Stacks] = ()
     dora: bool = False
+    tuned: Sequence[str] = ()
 
     def apply(self, step: Step) -> None:
         placed = {name for one in self.stacks for name in one.updated}
@@ -128,12 +130,25 @@ class Factors(StateMap):
                 if parts := step.take(*(f"{name}_lora_{factor}" for name in one.updated)):
                     step.give(f"{PREFIX}{one.key}.lora_{factor}.weight", Made.of(parts, function))
 
+        for name in self.tuned:
+            module, _, last = name.rpartition(".")
+            if module not in self.modules:
+                step.wrong.append(f"{name}: has no tensor of its own in Hugging Face layout; export the merged model")
+                continue
+            for view in step.take(name):
+                step.give(f"{PREFIX}{self.modules[module]}.{last}", view)
+
     def inverse(self) -> NoReturn:
         raise ConfigError("lora: the factors of a folder are not renamed back.")
 
 
 def adapter(
-    config: Any, job: Job, adapted: Sequence[str], stored: Mapping[str, View], modules: Mapping[str, str]
+    config: Any,
+    job: Job,
+    adapted: Sequence[str],
+    stored: Mapping[str, View],
+    modules: Mapping[str, str],
+    tuned: Sequence[str] = (),
 ) -> HFAdapter:
     """The adapter of these weights; those without a place are named when the map is applied.
 
@@ -143,6 +158,7 @@ def adapter(
         adapted: linears, embeddings and stacks with an update.
         stored: the model's parameters, without updates.
         modules: module → its name in Hugging Face layout.
+        tuned: parameters that are trained in full.
     """
     named = {name: modules[name] for name in adapted if name in modules}
     sizes = {theirs: chosen(config, name) for name, theirs in named.items()}
@@ -178,9 +194,11 @@ def adapter(
         "rank_pattern": {re.escape(name): rank for name, (rank, _) in sizes.items() if rank != config.rank},
         "alpha_pattern": {re.escape(name): alpha for name, (_, alpha) in sizes.items() if alpha != config.alpha},
     }
+    if whole := sorted({modules[one] for one in (name.rpartition(".")[0] for name in tuned) if one in modules}):
+        described["modules_to_save"] = whole
     if stacks:
         described["target_parameters"] = [one.fused.name for one in stacks]
-    return HFAdapter(Factors(modules, stacks, config.dora), described)
+    return HFAdapter(Factors(modules, stacks, config.dora, tuned), described)
 
 
 def _targets(adapted: set[str], known: set[str]) -> list[str]:
