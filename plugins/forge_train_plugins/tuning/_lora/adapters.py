@@ -91,8 +91,8 @@ class Adapters:
         """
         if self.job.dist.layout.pp > 1:
             names = self.job.dist.gather_objects((self._found, self.adapted, self._placed, self._modules))
-            found, adapted, placed, modules = (itertools.chain(*one) for one in zip(*names, strict=True))
-            self._expect_matches(found, adapted, modules)
+            found, adapted, placed, everything = (itertools.chain(*one) for one in zip(*names, strict=True))
+            self._expect_matches(found, adapted, everything)
             self._expect_places(placed)
         rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
         modules = [(name, one) for name, one in model.named_modules() if isinstance(one, Adapted)]
