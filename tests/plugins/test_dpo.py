@@ -170,6 +170,23 @@ def test_metrics_are_of_the_pairs_that_count(loss: str) -> None:
     assert value == pytest.approx(-sum(F.logsigmoid(torch.tensor(one)).item() for one in margins), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["smoothed", "ipo", "simpo", "orpo"])
+def test_padding_changes_nothing(name: str) -> None:
+    part, hidden, batch = case()
+    batch.targets["member"][2:4], batch.labels[2:4] = -1, MASKED
+    metrics = {one: Mean() for one in METRICS}
+    options = {**CASES[name][0], "sft_weight": 0.0 if name == "orpo" else 0.3}
+    loss = answer_pairs(metrics, **options).loss(part, hidden, batch)
+    found = torch.autograd.grad(loss, hidden)[0]
+    assert not found[2:4].any()
+    assert all(math.isfinite(one.value(one.sums, one.maxima)) for one in metrics.values())
+    rows = torch.tensor([0, 1, 4, 5])
+    few = Batch(batch.inputs[rows], batch.labels[rows], targets={"member": batch.targets["member"][rows]})
+    expected = answer_pairs(**options).loss(part, hidden[rows], few)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, hidden)[0])
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 SMALL = {"train.sequence": 48, "train.micro_batch": 2, "train.evaluate_every": 0}

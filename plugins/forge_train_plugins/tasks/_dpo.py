@@ -45,10 +45,13 @@ class AnswerPairs:
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         head, weights = part.get_submodule("head"), pair_weights(batch)
         sums, tokens = row_log_probabilities(hidden, head, batch.labels, self.job, chunk=self.config.chunk)
+        tokens = tokens.clamp(min=1)  # padding has none
         scores = sums / tokens if self.config.length_normalised else sums
         relative = scores - self._reference(part, batch)
         if self.own_reference and not self.moved and relative.any():
             self.moved.append(True)
+        # A log-probability of 0, as padding has, makes the odds of `orpo` infinite.
+        relative = relative.where(weights.repeat_interleave(2) > 0, -1.0)
         if (metrics := self.observed()) is not None:
             rewards = self.config.beta * relative.detach()
             margin = rewards[0::2] - rewards[1::2]
@@ -78,7 +81,7 @@ class AnswerPairs:
     def _scores(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         head = part.get_submodule("head")
         sums, tokens = row_log_probabilities(hidden, head, batch.labels, self.job, chunk=self.config.chunk)
-        return sums / tokens if self.config.length_normalised else sums
+        return sums / tokens.clamp(min=1) if self.config.length_normalised else sums
 
     def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """The loss of each pair, from log-probabilities relative to the reference's, `[pairs]`."""
