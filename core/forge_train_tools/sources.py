@@ -68,14 +68,24 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
     checkpoint; if it starts from such a folder, or from a run, that one's model is added to it."""
     if request.model_from:
         from .offline.from_run import from_run
+        from .offline.grown import settings_of
         from .offline.hf_request import starting_from
+        from .offline.imported import imported
 
-        return from_run(request) if _is_trained(Path(request.model_from)) else starting_from(request)
+        if _is_trained(Path(request.model_from)):
+            return from_run(request)
+        if not (tokens := settings_of(request)):
+            return starting_from(request)
+        folder = dataclasses.replace(request, config=request.model_from, model_from="", set=(), environment="")
+        base = imported(folder, run_dir, say, tokens)
+        return from_run(dataclasses.replace(request, model_from=str(Path(base.config).parent)))
     path = Path(request.config)
     from forge_train.checkpoint.checkpoint import advice
 
     if not (path.is_dir() or (path.is_file() and advice(path))):
-        return request
+        from .offline.grown import with_tokens
+
+        return with_tokens(request, run_dir)
     from forge_train_kit.hf.folder import Folder, is_hugging_face
 
     from .configuration.presets import presets

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
+from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.loop.weights import base_of, compare_shapes, places
 from forge_train_kit import hookspecs
@@ -36,7 +37,8 @@ def export_adapter(source: Path, target: Path) -> Exchanged:
     saved = checkpoint.read_state(source)
     setup = setup_of(source, saved)
     job = lone_job(setup, source, "cpu")
-    weights = compose_meta(job, text=False).state_dict()
+    model = compose_meta(job, text=False)
+    weights = model.state_dict()
     layout = exported(job)
     if layout is None:
         raise ConfigError(f"{source}: none of its plugins knows the Hugging Face names of its model (export_hf).")
@@ -51,6 +53,11 @@ def export_adapter(source: Path, target: Path) -> Exchanged:
     adapter.map.apply(step)
     if step.wrong:
         raise ConfigError(f"{source}: its adapter can't be written:{format_lines(step.wrong)}")
+    if lost := sorted(name for name, one in model.named_parameters() if one.requires_grad and name in step.left):
+        raise ConfigError(
+            f"{source}: the run trains {format_list(lost, 4)} beside its adapter, whose folder has no place for it. "
+            "Leave --adapter out: an export then has both."
+        )
     plan = Plan(step.given)
     tensors = {name: plan.read(name, stored.read).contiguous() for name in plan.targets}
     with appearing(target) as part:

@@ -41,8 +41,9 @@ from ..configuration.comments import noted
 from ..configuration.request import Request, preset
 from ..configuration.setup import resolve
 from ..launching.launch import WorkerCommand, launch
+from .grown import Grown
 from .hf_files import Exchanged, check_range, comments_in, fill_full
-from .hf_request import PRESET, bring, data_key
+from .hf_request import PRESET, bring, data_key, tokenizer_notes
 from .initial import initial
 from .opening import compose_meta, lone_job
 
@@ -106,7 +107,8 @@ def import_checkpoint(
         return {}
 
     with tempfile.TemporaryDirectory() as scratch:
-        beside = _describe(Path(scratch), made.folder, target, made.setup)
+        tokenizer = made.grown.tokenizer if made.grown else made.folder.path
+        beside = _describe(Path(scratch), tokenizer, target, made.setup)
         try:
             with claimed(target) as place:
                 _write(made, place, beside, filled)
@@ -144,6 +146,7 @@ class _Import:
     weights: Mapping[str, Tensor]
     """On the meta device, in the dtype to store."""
     notes: tuple[str, ...]
+    grown: Grown | None
 
     @classmethod
     def of(cls, asked: _Asked) -> _Import:
@@ -151,9 +154,14 @@ class _Import:
         names = (*asked.plugins,), (*asked.without,), (*asked.settings,)
         request = Request(config=PRESET, plugins=names[0], without=names[1], set=names[2])
         layout, setup = _understand(folder, Path(asked.target), request)
+        grown = Grown.of(folder, setup)
+        if grown is not None:
+            layout, setup = _understand(grown.folder, Path(asked.target), request, grown.tokenizer)
         job = lone_job(setup, folder.path, "cpu")
         takes_file = model_files.option(setup.hooks) is not None
         model, unfit = _composed(job)
+        if grown is not None:
+            layout = grown.layout(layout, model)
         wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
         head, left_out, extra = new_head(job, layout), list[str](), list[str]()
         may_lack = Patterns("--allow-missing", asked.allow_missing, head)
@@ -171,7 +179,9 @@ class _Import:
         may_lack.check(f"{folder.path} lacks")
         may_exceed.check(f"{folder.path} holds in addition to the model")
         drawn = [name for name in wanted if name not in plan.targets]
-        notes = _tokenizer_notes(folder, unfit) if takes_file else ()
+        notes = tokenizer_notes(folder, unfit) if takes_file else ()
+        if grown is not None:
+            notes = (grown.note, *notes)
         if extra:
             notes = (f"{format_list(extra, 8)}: left out.", *notes)
         if left_out:
@@ -183,7 +193,7 @@ class _Import:
         for name, one in weights.items():
             if one.is_floating_point():
                 weights[name] = one.to(dtype or (plan.targets[name].dtype if name in plan.targets else one.dtype))
-        return cls(folder, setup, job, model, plan, weights, notes)
+        return cls(folder, setup, job, model, plan, weights, notes, grown)
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -254,14 +264,14 @@ def import_share(asked: dict[str, Any], part: str) -> dict[str, Any]:
     return {"code": 0}
 
 
-def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
+def _understand(folder: Folder, target: Path, request: Request, tokenizer: Path | None = None) -> tuple[HFModel, Setup]:
     """Return how the model is built and named, and the configuration that trains it."""
-    request, layout = bring(folder, request)
+    request, layout = bring(folder, request, tokenizer)
     sections = {**request.sections, "train": {**request.sections["train"], "init_from": str(target.absolute())}}
     return layout, resolve(dataclasses.replace(request, sections=sections), data=False)
 
 
-def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
+def _describe(scratch: Path, tokenizer: Path, target: Path, setup: Setup) -> list[Path]:
     """The files next to the tensors. The configuration names them by relative paths, so that the checkpoint can
     be moved."""
     written = setup.config.as_written
@@ -270,9 +280,9 @@ def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list
     here["checkpoint"] = {**written.get("checkpoint", {}), "only": None}
     config = dataclasses.replace(setup.config, as_written={**written, **here})
     beside = [scratch / EDITABLE, scratch / "plugins.json"]
-    if found := model_files.files(folder.path):
+    if found := model_files.files(tokenizer):
         if model_files.vocabulary_of(found):
-            config = model_files.relative(config, setup.hooks, folder.path)
+            config = model_files.relative(config, setup.hooks, tokenizer)
         model_files.copy(found, scratch / model_files.FOLDER)
         beside.append(scratch / model_files.FOLDER)
     notes = comments_in(preset(PRESET)) | {("train", "init_from"): "the weights that were imported"}
@@ -288,13 +298,3 @@ def _composed(job: Job) -> tuple[Model, str]:
         return compose_meta(job, text=True), ""
     except ConfigError as error:
         return compose_meta(job, text=False), str(error)
-
-
-def _tokenizer_notes(folder: Folder, unfit: str) -> tuple[str, ...]:
-    if not (name := model_files.vocabulary_of(model_files.files(folder.path))):
-        text = f"{folder.path} has no tokenizer: the configuration reads bytes, which few models were trained on."
-        return (f"{text} Name its tokenizer before training on text.",)
-    if not unfit:
-        return ()
-    text = f"{folder.path / name} can't be used with this model ({unfit.rstrip('.')})"
-    return (f"{text}; name another before training on text.",)

@@ -49,8 +49,14 @@ def starting_from(request: Request) -> Request:
     return dataclasses.replace(brought, sections={**brought.sections, "train": train})
 
 
-def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
-    """A request with the sections for a folder's model and tokenizer, and how that model's tensors are named."""
+def bring(folder: Folder, request: Request, tokenizer: Path | None = None) -> tuple[Request, HFModel]:
+    """A request with the sections for a folder's model and tokenizer, and how that model's tensors are named.
+
+    Args:
+        folder: of the model.
+        request: to which the sections are added.
+        tokenizer: the folder of its tokenizer, if that is another one.
+    """
     file = folder.path / CONFIG
     folder.check_sizes()
     request = dataclasses.replace(request, sections_from=str(file))
@@ -63,8 +69,9 @@ def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
     longest = folder.config.get("max_position_embeddings", folder.config.get("n_positions"))
     train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
-    if vocabulary_of(files(folder.path)) and (place := model_files.option(hooks)):
-        sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
+    tokenizer = tokenizer or folder.path
+    if vocabulary_of(files(tokenizer)) and (place := model_files.option(hooks)):
+        sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(tokenizer.absolute())}
     more = tuple(name for name in layout.sections if name not in hooks.enabled)
     request = dataclasses.replace(request, sections=sections, brought=more)
     return dataclasses.replace(request, brought=(*more, *_kernel(request))), layout
@@ -103,3 +110,14 @@ def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
 def data_key(setup: Setup) -> str:
     """The option for the data to train on."""
     return f"{setup.hooks.provider('build_data') or 'text'}.path"
+
+
+def tokenizer_notes(folder: Folder, unfit: str) -> tuple[str, ...]:
+    """Notes about a folder without a tokenizer, or with one that its model can't use for the reason `unfit`."""
+    if not (name := model_files.vocabulary_of(model_files.files(folder.path))):
+        text = f"{folder.path} has no tokenizer: the configuration reads bytes, which few models were trained on."
+        return (f"{text} Name its tokenizer before training on text.",)
+    if not unfit:
+        return ()
+    text = f"{folder.path / name} can't be used with this model ({unfit.rstrip('.')})"
+    return (f"{text}; name another before training on text.",)

@@ -19,7 +19,7 @@ FOLDER = "imported"
 """The folder of these checkpoints, next to the runs."""
 
 
-def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Request:
+def imported(request: Request, run_dir: Path, told: Callable[[str], None], tokens: tuple[str, ...] = ()) -> Request:
     """The request with the configuration of the folder's checkpoint, which is made first if it does not exist.
 
     If another process is importing the same folder, this one waits for it. Changed files or other plugins make another
@@ -29,10 +29,12 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
         request: its `config` is a folder in Hugging Face layout.
         run_dir: where runs are made.
         told: called with messages to show.
+        tokens: assignments that add tokens, beside those of the request.
 
     Raises:
         ConfigError: see `import_checkpoint`; or the checkpoint can't be written.
     """
+    from .grown import settings_of
     from .hf_import import import_checkpoint
 
     source = Path(request.config).resolve()
@@ -43,7 +45,8 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
     ]
     adding = {one.name for one in discover() if ADDS.read(one)}
     plugins = tuple(one for one in request.plugins if plugin_name(one) not in adding)
-    made_of = repr((str(source), stamps, sorted(plugins), sorted(request.without)))
+    tokens = (*tokens, *settings_of(dataclasses.replace(request, config="")))
+    made_of = repr((str(source), stamps, sorted(plugins), sorted(request.without), *tokens))
     name = f"{source.name}-{hashlib.blake2b(made_of.encode(), digest_size=4).hexdigest()}"
     target = run_dir / FOLDER / name
     try:
@@ -54,7 +57,7 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (target / EDITABLE).is_file():
-            done = import_checkpoint(source, target, plugins=plugins, without=request.without)
+            done = import_checkpoint(source, target, plugins=plugins, without=request.without, settings=tokens)
             told(f"{source} is imported as {target}.")
             for note in done.notes:
                 told(f"Note: {note}")

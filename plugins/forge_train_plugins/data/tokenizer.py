@@ -33,6 +33,11 @@ class Tokenizer(Plugin):
         """`bytes`, a `tokenizer.json`, a SentencePiece `tokenizer.model`, or a model's folder. The other files of a
         folder define its special tokens. The files are copied into the run. At resume, their content
         must match, not their path."""
+        add: tuple[str, ...] = ()
+        """Tokens to add where a run starts from a folder in Hugging Face layout: embedding and head grow, unless they
+        have free rows, and the new rows start as the mean of the others."""
+        add_special: tuple[str, ...] = ()
+        """The same for special tokens, which decoded text leaves out."""
 
     config: Config
 
@@ -40,6 +45,13 @@ class Tokenizer(Plugin):
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         from forge_train_kit.model_files import files, vocabulary_of
 
+        added = (*self.config.add, *self.config.add_special)
+        if "" in added:
+            yield Problem("tokenizer.add", "a token is empty.")
+        if twice := {token for token in added if added.count(token) > 1}:
+            yield Problem("tokenizer.add", f"{min(twice)!r} is named twice.")
+        if self.config.path == "bytes" and added:
+            yield Problem("tokenizer.add", "bytes take no tokens; name a tokenizer.json in tokenizer.path.")
         path = Path(self.config.path)
         if self.config.path == "bytes" or path.is_file():
             return
@@ -69,5 +81,8 @@ class Tokenizer(Plugin):
     @cached_property
     def _tokenizer(self) -> TokenizerProtocol:
         from forge_train_kit.data.tokenizers import open_tokenizer
+        from forge_train_kit.data.tokenizers.added import check_added
 
+        if tokens := (*self.config.add, *self.config.add_special):
+            check_added(Path(self.config.path), tokens)
         return open_tokenizer(self.config.path)

@@ -1,0 +1,102 @@
+"""Training of the rows of added tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from forge_train import Applied, ConfigError
+from forge_train.compose.initialise import local_window
+from forge_train_kit import model_files
+from forge_train_kit.data.tokenizers.added import added_tokens
+
+if TYPE_CHECKING:
+    from forge_train import Job, Model
+
+TRAINED_BY_OTHERS = {"freeze", "lora"}
+"""Names that are provided by plugins which choose the other trained parameters themselves."""
+
+
+class Rows:
+    """Trains some rows of the embedding and of the head; all others stay as they are, to the bit.
+
+    Gradients of other rows are set to zero before the norm, and so moments of theirs stay zero too. An optimizer may
+    still change them, by weight decay for instance: they are put back after its step.
+    """
+
+    def __init__(self, ids: Collection[int], job: Job) -> None:
+        self.ids, self.job = sorted(ids) or _added(job), job
+        self._names: list[str] = []
+        self._held: list[nn.Parameter] = []
+
+    def apply(self, part: nn.Module) -> Applied:
+        """Freeze a part but for the matrices of the vocabulary, unless another plugin says what is trained."""
+        parameters = dict(part.named_parameters(remove_duplicate=False))
+        roles: dict[str, str] = getattr(part, "roles", {})
+        owners = {name.rpartition(".")[0] for name, role in roles.items() if role in ("embedding", "head")}
+        names = [
+            name
+            for name, one in parameters.items()
+            if name.rpartition(".")[0] in owners and "lora_" not in name and one.shape[0] > self.ids[-1]
+        ]
+        provided = {what for one in self.job.hooks.enabled.values() for what in one.cls.provides}
+        if not provided & TRAINED_BY_OTHERS:
+            part.requires_grad_(False)
+        for name in names:
+            parameters[name].requires_grad_(True)
+        self._names += names
+        return Applied(part, tuple(names), f"{len(self.ids)} rows each", after_backward=self._only_new)
+
+    def start(self, model: Model) -> None:
+        """The parameters have their memory."""
+        found = {name: one for part in model.parts for name, one in part.named_parameters(remove_duplicate=False)}
+        self._held = list({id(found[name]): found[name] for name in self._names}.values())
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Around the optimizer's step."""
+        before = [local_window(one.detach())[0].clone() for one in self._held]
+        yield
+        for one, old in zip(self._held, before, strict=True):
+            part, rows = self._new(one.detach())
+            old[rows] = part[rows]
+            part.copy_(old)
+
+    @torch.no_grad()
+    def _only_new(self) -> None:
+        if all(one.grad is None for one in self._held):
+            raise ConfigError(
+                "new_rows: the gradients are gone before those of other rows can be left out; disable the plugin that "
+                "updates weights in the backward pass."
+            )
+        for gradient in (one.grad for one in self._held if one.grad is not None):
+            part, rows = self._new(gradient)
+            kept = part[rows].clone()
+            part.zero_()
+            part[rows] = kept
+
+    def _new(self, tensor: Tensor) -> tuple[Tensor, list[int]]:
+        """This rank's part of a tensor, and its rows of added tokens."""
+        part, window = local_window(tensor)
+        first, last = window[0]
+        return part, [id - first for id in self.ids if first <= id < last]
+
+
+def _added(job: Job) -> list[int]:
+    """The ids of added tokens.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    place = model_files.option(job.hooks)
+    path = Path(getattr(job.config.sections[place[0]], place[1])) if place else Path()
+    if found := added_tokens(path) if path.exists() else {}:
+        return sorted(found.values())
+    raise ConfigError(
+        "new_rows: no token was added to the tokenizer; name some in tokenizer.add, or rows in new_rows.ids."
+    )
