@@ -12,6 +12,7 @@ import torch
 
 import chat_model
 from forge_train import MASKED, Batch, ConfigError
+from forge_train_kit import model_files
 from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_plugins.data.text_pairs import TextPairs
 from forge_train_plugins.data.tokenizer import Tokenizer
@@ -218,7 +219,9 @@ def test_an_odd_micro_batch_and_a_task_for_single_rows_are_refused(here: Path) -
 def test_a_task_of_ones_own_trains_on_them(here: Path) -> None:
     preferences(here)
     config = {"text_pairs.path": str(here / "pairs.jsonl"), "tokenizer.path": str(here / "hf"), "train.micro_batch": 2}
+    (here / "own.jinja").write_text(chat_model.CHATML + "{# mine #}", encoding="utf-8")
     config |= {
+        "text_pairs.template": str(here / "own.jinja"),
         "text_pairs.cache": str(here / "cache"),
         "train.sequence": 48,
         "adamw.lr": 1e-2,
@@ -227,3 +230,5 @@ def test_a_task_of_ones_own_trains_on_them(here: Path) -> None:
     run = run_forge(["text_pairs", "pair_task:Contrast"], config, without=["text"], steps=12, folder=here / "runs")
     assert run.losses[0] == pytest.approx(0.69, abs=0.1)
     assert run.losses[-1] < run.losses[0] / 2
+    saved = run.run / model_files.FOLDER / "chat_template.jinja"  # exports take it from there
+    assert saved.read_text(encoding="utf-8").endswith("{# mine #}")

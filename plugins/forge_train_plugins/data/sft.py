@@ -172,20 +172,12 @@ class SFT(DataPlugin):
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
         """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
-        from forge_train.run.run import writing
-        from forge_train_kit import model_files
-        from forge_train_kit.data.chats import open_template, write_beside
+        from forge_train_kit.data.chats import save_template
         from forge_train_kit.data.learned import tell_learned
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
             tell_learned("sft", "turns" if self.config.each_turn else "conversations", self._sides, self._epoch, job)
-        folder, choice = job.run.dir / model_files.FOLDER, self.config.template
-        options = self.config.template_options
-        found = model_files.files(folder)  # a SentencePiece model may lie there alone
-        if job.dist.main and (model_files.TOKENIZER in found or len(found) > 1):
-            with writing(job.run.dir):
-                template = open_template(choice, folder, options=options)
-                write_beside(folder, template, hookspecs.tokenizer(job), chosen=bool(choice or options))
+        save_template(job, self.config.template, self.config.template_options)
 
     @hookimpl
     def on_end(self, finished: Finished) -> None:

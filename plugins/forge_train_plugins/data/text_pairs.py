@@ -45,7 +45,7 @@ class TextPairs(Plugin):
         """`preference`: records with `prompt`, `chosen` and `rejected`, as strings or lists of messages. `embedding`:
         records with the texts `anchor` and `positive`."""
         template: str = ""
-        """The chat template for preference pairs; see `sft.template`."""
+        """The chat template for preference pairs; see `sft.template`. Exports get it with the tokenizer."""
         template_options: Mapping[str, Any] = field(default_factory=dict)
         """See `sft.template_options`."""
         split_special_tokens: bool = False
@@ -160,11 +160,14 @@ class TextPairs(Plugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Say how much is learned."""
+        """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
+        from forge_train_kit.data.chats import save_template
         from forge_train_kit.data.learned import tell_learned
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
             tell_learned("text_pairs", "pairs", self._sides, self._epoch, job, group=2)
+        if self.config.kind == "preference":
+            save_template(job, self.config.template, self.config.template_options)
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:

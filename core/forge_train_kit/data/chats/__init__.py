@@ -5,7 +5,7 @@ segments = render(template, conversation(record, "chats.jsonl, line 7"), learn="
 ids, trained = tokenise(tokenizer, segments)
 """
 
-from .beside import turn_end, write_beside
+from .beside import save_template, turn_end, write_beside
 from .faithful import check_written
 from .literal import LiteralEncoder, literal_spans
 from .pairs import EmbeddingTexts, Preference, embedding_texts, preference, render_preference
@@ -36,6 +36,7 @@ __all__ = [
     "renamed",
     "render",
     "render_preference",
+    "save_template",
     "tokenise",
     "tokenise_ended",
     "turn_end",

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forge_train import ConfigError
 from forge_train.base.files import write_json, write_whole
+from forge_train.run.run import writing
+from forge_train_kit import hookspecs, model_files
 from forge_train_kit.tokenizer import Tokenizer
 
 from ..tokenizers.special import FORMER_STOPS, GENERATION_CONFIG, MODEL_CONFIG, stop_ids
 from .records import Conversation
 from .render import render, tokenise
+from .sources import open_template
 from .template import Template
+
+if TYPE_CHECKING:
+    from forge_train import Job
 
 _MARKUP = re.compile(r"<\S+>|\[\S+\]")
 """Form of tokens in templates: `<|im_end|>`, `</s>`, `[EOS]`."""
@@ -42,6 +50,22 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
             "would not stop there. Take another template, or the tokenizer that it was written for."
         )
     return None
+
+
+def save_template(job: Job, choice: str, options: Mapping[str, Any]) -> None:
+    """Complete the tokenizer's files in the run's folder, if there are any; see `write_beside`.
+
+    Args:
+        job: the run.
+        choice: the template of the configuration; empty for the tokenizer's own.
+        options: of the template.
+    """
+    folder = job.run.dir / model_files.FOLDER
+    found = model_files.files(folder)  # a SentencePiece model may lie there alone
+    if job.dist.main and (model_files.TOKENIZER in found or len(found) > 1):
+        with writing(job.run.dir):
+            template = open_template(choice, folder, options=options)
+            write_beside(folder, template, hookspecs.tokenizer(job), chosen=bool(choice or options))
 
 
 def write_beside(folder: Path, template: Template, tokenizer: Tokenizer, *, chosen: bool) -> None:
