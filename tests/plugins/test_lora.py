@@ -137,6 +137,10 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
             {"decoder.tied": True, "lora.modules": ["embedding"]},
             r"lora\.modules: 'embedding\.weight' is tied to 'head\.weight'",
         ),
+        (
+            {"decoder.tied": True, "lora.tune": ["embedding"]},
+            r"lora\.tune: 'embedding\.weight' and 'head\.weight' are tied, and an adapter can hold only one of them",
+        ),
         ({"train.init_from": ""}, r"needs a checkpoint that gives the other weights; set train\.init_from"),
     ],
 )

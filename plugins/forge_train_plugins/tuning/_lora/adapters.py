@@ -134,8 +134,11 @@ class Adapters:
         """Train some modules in full.
 
         Raises:
-            ConfigError: for one that has an update, too.
+            ConfigError: for one that has an update, too, and for a tied one, of which PEFT would tune one module alone.
         """
+        names: dict[int, list[str]] = {}
+        for name, one in part.named_parameters(remove_duplicate=False):
+            names.setdefault(id(one), []).append(name)
         self._modules += [name for name, _ in part.named_modules()]
         for path, module in part.named_modules():
             if not any(fnmatchcase(path, pattern) for pattern in self.config.tune):
@@ -144,6 +147,12 @@ class Adapters:
                 raise ConfigError(
                     f"lora.tune: {'.'.join(filter(None, (path, both)))!r} has an update already: leave it out here, or "
                     "out of lora.modules.",
+                    key="lora.tune",
+                )
+            if tied := next((names[id(one)] for one in module.parameters() if len(names[id(one)]) > 1), None):
+                raise ConfigError(
+                    f"lora.tune: {' and '.join(map(repr, tied))} are tied, and an adapter can hold only one of them. "
+                    "Leave them out, or untie them.",
                     key="lora.tune",
                 )
             module.requires_grad_(True)
