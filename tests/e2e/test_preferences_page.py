@@ -37,14 +37,14 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```console\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("forge ")]
-    assert [words[0] for words in commands] == ["train", "eval", "generate", "train"]
+    assert [words[0] for words in commands] == ["train", "eval", "generate", "train", "train"]
     said = []
     for words in commands:
         ended = forge(*words, environment={"FORGE_SET": SMALL} if words[0] == "train" else {})
         assert ended.code == 0, ended.err
         said.append(ended.out + ended.err)
     assert "accuracy" in said[1]
-    for name in ("aligned", "without-reference"):
+    for name in ("aligned", "without-reference", "from-a-file"):
         file = next((tmp_path / "runs" / name).rglob("metrics.jsonl"))
         metrics = [json.loads(line) for line in file.read_text().splitlines()]
         assert metrics[-1]["dpo.accuracy"] == 1

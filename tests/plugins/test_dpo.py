@@ -273,6 +273,38 @@ def test_what_is_trained_beside_updates_needs_a_copy(run_forge: RunForge, base: 
         trained(run_forge, tmp_path, steps=1, plugins=["lora", f"{__name__}:Unfrozen"], **more)
 
 
+def test_a_stored_reference_gives_the_losses_of_a_live_one(run_forge: RunForge, base: str, tmp_path: Path) -> None:
+    file, sums = tmp_path / "reference.json", {"dpo__loss": "ipo", "dpo__length_normalised": False}
+    more = {"adamw__lr": 1e-2, "train__init_from": base, "train__evaluate_every": 6, "checkpoint__every": 3, **sums}
+    live = trained(run_forge, tmp_path, steps=6, **more)
+    more["dpo__stored"] = str(file)
+    with pytest.raises(ConfigError, match=r"dpo\.stored: 'ipo' needs a reference, .* parallel\.pp = 1 and tr"):
+        trained(run_forge, tmp_path, steps=6, plugins=["pp"], parallel__pp=2, **more)
+    first = trained(run_forge, tmp_path, steps=6, name="first", **more)
+    content = json.loads(file.read_text())
+    assert len(content["log_probabilities"]) == 2 * 64  # held-out pairs too
+    assert set(first.job.models) == {"reference"}
+    stopped = trained(run_forge, tmp_path, steps=6, name="second", stop_at=3, **more)
+    assert not stopped.job.models
+    second = trained(run_forge, tmp_path, steps=6, name="second", **more)
+    for run in (first, second):
+        assert run.losses == pytest.approx(live.losses, rel=1e-6)
+        for name in METRICS:
+            got, expected = (one.metrics[-1][f"dpo.{name}"] for one in (run, live))
+            assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert second.losses == first.losses
+
+    other = str(run_forge([], {"train.sequence": 48, "decoder.vocabulary": 320}, steps=1, folder=tmp_path / "o").run)
+    changed = {**more, "train__init_from": other}
+    with pytest.raises(ConfigError, match=r"dpo\.stored: .*reference\.json was computed with another reference; nam"):
+        trained(run_forge, tmp_path, steps=1, **changed)
+    with pytest.raises(ConfigError, match=r"dpo\.stored: .* was computed from other train data, or with another temp"):
+        trained(run_forge, tmp_path, steps=1, **more, text_pairs__held_out=0.3)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"dpo\.stored: .*reference\.json holds no log-probabilities of a reference"):
+        trained(run_forge, tmp_path, steps=1, **more)
+
+
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])
 def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, tmp_path: Path, loss: str) -> None:
     run = trained(run_forge, tmp_path, steps=8, dpo__loss=loss, adamw__lr=1e-2)

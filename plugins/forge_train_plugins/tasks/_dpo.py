@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from forge_train import Batch, Job
 from forge_train_kit.model import pair_weights, row_log_probabilities, without_updates
 
+from ._stored_reference import TARGET
+
 if TYPE_CHECKING:
     from .dpo import DPO
 
@@ -47,7 +49,7 @@ class AnswerPairs:
         sums, tokens = row_log_probabilities(hidden, head, batch.labels, self.job, chunk=self.config.chunk)
         tokens = tokens.clamp(min=1)  # padding has none
         scores = sums / tokens if self.config.length_normalised else sums
-        relative = scores - self._reference(part, batch)
+        relative = scores - self._reference(part, batch, tokens)
         if self.own_reference and not self.moved and relative.any():
             self.moved.append(True)
         # A log-probability of 0, as padding has, makes the odds of `orpo` infinite.
@@ -69,8 +71,10 @@ class AnswerPairs:
         return logits
 
     @torch.no_grad()
-    def _reference(self, part: nn.Module, batch: Batch) -> Tensor | float:
+    def _reference(self, part: nn.Module, batch: Batch, tokens: Tensor) -> Tensor | float:
         """The reference's log-probability of each row, `[batch]`; 0 without a reference."""
+        if (stored := batch.targets.get(TARGET)) is not None:
+            return stored / tokens if self.config.length_normalised else stored
         if self.own_reference:
             with without_updates(part):
                 return self._scores(part, part(batch.inputs, **batch.model_inputs()), batch)

@@ -7,7 +7,21 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from forge_train import ConfigError, ExtraModel, Ge, Gt, Lt, Plugin, Problem, Task, hookimpl, section
+from forge_train import (
+    BatchPhase,
+    ConfigError,
+    ExtraModel,
+    Ge,
+    Gt,
+    Lt,
+    Plugin,
+    PrepareBatch,
+    Problem,
+    Task,
+    Volatile,
+    hookimpl,
+    section,
+)
 from forge_train.config.schema import FilePath
 
 if TYPE_CHECKING:
@@ -17,6 +31,7 @@ if TYPE_CHECKING:
     from forge_train.config import Config as RunConfig
 
     from ._dpo import AnswerPairs
+    from ._stored_reference import StoredReference
 
 REFERENCE = "reference"
 DIFFERS_BY = 20
@@ -68,12 +83,16 @@ class DPO(Plugin):
         """Sections of the reference that differ from the model's, as in `[dpo.reference.decoder]`."""
         without: tuple[str, ...] = ()
         """Plugins that take no part in the reference. Those that add an adapter to the model never do."""
+        stored: Annotated[str, FilePath(), Volatile()] = ""
+        """File of the reference's log-probabilities. If it doesn't exist, the first step computes it for all pairs; a
+        run that finds it loads no reference, so it needs neither its memory nor its time, and may be a pipeline."""
         chunk: Annotated[int, Ge(0)] = 0
         """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
 
     config: Config
     _observed: Mapping[str, Metric] | None = None
     _task: AnswerPairs
+    _stored: StoredReference | None = None
 
     @classmethod
     def implied_values(cls, config: Any) -> Mapping[str, Any]:
@@ -91,7 +110,7 @@ class DPO(Plugin):
         unused = {
             "label_smoothing": mine.loss in ("ipo", "orpo"),
             "target_margin": mine.loss != "simpo",
-            **dict.fromkeys(("weights", "reference", "without"), not self._compares),
+            **dict.fromkeys(("weights", "reference", "without", "stored"), not self._compares),
         }
         for name in (name for name, idle in unused.items() if idle and getattr(mine, name)):
             yield Problem(f"dpo.{name}", f"has no effect with dpo.loss = {mine.loss!r}.")
@@ -102,11 +121,13 @@ class DPO(Plugin):
 
     def _check_reference(self, config: RunConfig) -> Iterator[Problem]:
         start, weights = config.train.init_from, self.config.weights or config.train.init_from
-        if config.parallel.pp > 1:
+        stored = self.config.stored
+        if config.parallel.pp > 1 and not self._is_stored():
             yield Problem(
-                "dpo.loss",
-                f"{self.config.loss!r} needs a reference, which a pipeline can't run beside the model; choose simpo or "
-                "orpo, or set parallel.pp = 1.",
+                "dpo.stored" if stored else "dpo.loss",
+                f"{self.config.loss!r} needs a reference, which a pipeline can't run beside the model; let a run with "
+                f"parallel.pp = 1 and train.steps = 1 compute {stored or 'a file for dpo.stored'} first, or choose "
+                "simpo or orpo.",
             )
         if not weights:
             yield Problem(
@@ -130,10 +151,22 @@ class DPO(Plugin):
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
         from forge_train_kit.facts import adapters
 
-        if self._compares and not self._is_own_reference(job):
+        if self._compares and not self._is_own_reference(job) and not job.dist.on_main(self._is_stored):
             mine = self.config
             weights = mine.weights or job.config.train.init_from
             yield ExtraModel(REFERENCE, mine.reference, weights, without=(*mine.without, *adapters(job)))
+
+    def _is_stored(self) -> bool:
+        return bool(self.config.stored) and Path(self.config.stored).is_file()
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> PrepareBatch | None:
+        if not self.config.stored:
+            return None
+        from ._stored_reference import StoredReference
+
+        self._stored = self._stored or StoredReference(job, self.config)
+        return PrepareBatch(BatchPhase.MASK, self._stored)
 
     @hookimpl
     def task(self, job: Job) -> Task:
@@ -149,7 +182,7 @@ class DPO(Plugin):
 
         mine, added = self.config, adapters(job)
         switches = all(SWITCHES.of(job.hooks.enabled[name].cls) for name in added)
-        return bool(added) and switches and not (mine.weights or mine.reference or mine.without)
+        return bool(added) and switches and not (mine.weights or mine.reference or mine.without or mine.stored)
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
