@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-from forge_train.plugin.plugin import Plugin
+if TYPE_CHECKING:
+    from forge_train import Plugin
 
 __all__ = ["KernelCapabilities", "capabilities_of"]
 
