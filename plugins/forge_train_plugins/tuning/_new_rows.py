@@ -33,6 +33,8 @@ class Rows:
         self.ids, self.job = sorted(ids) or _added(job), job
         self._names: list[str] = []
         self._held: list[nn.Parameter] = []
+        self._rows: dict[tuple[int, int], Tensor] = {}
+        """Window of rows → those of added tokens in it."""
 
     def apply(self, part: nn.Module) -> Applied:
         """Freeze a part but for the matrices of the vocabulary, unless another plugin says what is trained."""
@@ -64,7 +66,7 @@ class Rows:
         yield
         for one, old in zip(self._held, before, strict=True):
             part, rows = self._new(one.detach())
-            old[rows] = part[rows]
+            old.index_copy_(0, rows, part.index_select(0, rows))
             part.copy_(old)
 
     @torch.no_grad()
@@ -76,15 +78,18 @@ class Rows:
             )
         for gradient in (one.grad for one in self._held if one.grad is not None):
             part, rows = self._new(gradient)
-            kept = part[rows].clone()
+            kept = part.index_select(0, rows)
             part.zero_()
-            part[rows] = kept
+            part.index_copy_(0, rows, kept)
 
-    def _new(self, tensor: Tensor) -> tuple[Tensor, list[int]]:
-        """This rank's part of a tensor, and its rows of added tokens."""
+    def _new(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of a tensor, and its rows of added tokens, which are copied to the device once."""
         part, window = local_window(tensor)
         first, last = window[0]
-        return part, [id - first for id in self.ids if first <= id < last]
+        if (first, last) not in self._rows:
+            rows = [id - first for id in self.ids if first <= id < last]
+            self._rows[first, last] = torch.tensor(rows, dtype=torch.int64).to(part.device)
+        return part, self._rows[first, last]
 
 
 def _added(job: Job) -> list[int]:
