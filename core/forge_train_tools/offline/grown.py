@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from forge_train.base.errors import ConfigError
 from forge_train_kit import model_files
 
-from ..configuration.request import Request, lay
+from ..configuration.request import Request, UnknownPresetError, lay
 from ..configuration.setup import resolve
 
 if TYPE_CHECKING:
@@ -27,7 +27,10 @@ KEYS = ("add", "add_special")
 
 def settings_of(request: Request) -> tuple[str, ...]:
     """The assignments of a request that add tokens."""
-    values = lay(request).values
+    try:
+        values = lay(request).values
+    except UnknownPresetError:  # `resolve` says what the name may mean
+        return ()
     found = ((key, values.get(("tokenizer", key))) for key in KEYS)
     return tuple(
         f"tokenizer.{key}={one.value if one.text else json.dumps(one.value, ensure_ascii=False)}"
