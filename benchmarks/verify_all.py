@@ -98,7 +98,9 @@ class Verified:
     def agrees(self) -> bool:
         """Whether it does what it should, be it to refuse."""
         expected = getattr(self.composition, "refused", "")
-        return self.verdict.agree and not expected if self.verdict else self.refusal.startswith(expected or "\0")
+        if self.verdict is None:
+            return bool(expected) and self.refusal.startswith(expected)
+        return self.verdict.agree and not expected
 
     @property
     def failed(self) -> str:

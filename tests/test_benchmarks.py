@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +82,18 @@ def test_optimizers(script: Script) -> None:
 def test_low_precision(script: Script) -> None:
     low = script("low_precision", TOKENS=64, INPUTS=64, OUTPUTS=32, SEEDS=1)
     assert len(low.signal_table()) == 3 + len(low.RECIPES)
+
+
+def test_lora(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in ("peft", "transformers"):
+        pytest.importorskip(package)
+    lora = script("lora", DIM=32, LAYERS=2, HEADS=2, HIDDEN=48, WORDS=320, SEQUENCE=32, RANK=2, STEPS=3, WARM_UP=1)
+    lora.forge()
+    lora.peft()
+    ours, theirs = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    assert min(ours.values()) > 0
+    assert theirs["seconds"] > 0
+    assert ours["held"] + ours["most"] < 1.1 * (ours["base"] + 16 * ours["trained"] + ours["activations"])
 
 
 def test_metrics_and_trackers(script: Script) -> None:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 import chat_model
 from forge_cli import forge
+from pages import blocks, typed
 
 pytest.importorskip("transformers")
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "lora.md"
+PAGE = "lora.md"
 SMALL = "run.device=cpu;train.steps=100;train.global_batch=8;train.evaluate_batches=1;adamw.weight_decay=0"
 RATE = ("adamw.lr=2e-4", "adamw.lr=1e-2")
 """The page's is for a model that can speak; what adapts random weights in seconds."""
-
-
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}[^\n]*\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def write_model(folder: Path) -> None:
@@ -38,8 +33,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_model(tmp_path / "hf")
     chat_model.write_chats(tmp_path / "chats.jsonl")
-    lines = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
-    commands = [shlex.split(line.replace(*RATE))[1:] for line in lines]
+    commands = [[word.replace(*RATE) for word in words] for words in typed(PAGE)]
     assert [words[0] for words in commands] == ["train", "generate", "checkpoint", "checkpoint", "train"]
     said = []
     for words in commands:
@@ -51,11 +45,11 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         asked = forge("generate", folder, "--chat", "--prompt", "say 7", "--temperature", "0")
         assert asked.out == "seven\n", asked.err
 
-    (tmp_path / "lora.toml").write_text(blocks("toml")[0])
+    (tmp_path / "lora.toml").write_text(blocks(PAGE, "toml")[0])
     free = ("-s", "checkpoint.only=[]", "-s", "train.init_missing=[]")
     planned = forge("plan", "lora.toml", "-s", "train.steps=3", "-s", "decoder.layers=2", *free, "--json")
     assert planned.code == 0, planned.err
     pytest.importorskip("peft")
     capsys.readouterr()
-    exec(compile(blocks("python")[0], str(PAGE), "exec"), {})
+    exec(compile(blocks(PAGE, "python")[0], PAGE, "exec"), {})
     assert capsys.readouterr().out.startswith("three")

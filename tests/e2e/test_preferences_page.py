@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 import chat_model
 from forge_cli import forge
+from pages import typed
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "preferences.md"
 SMALL = (
     "run.device=cpu;train.steps=40;train.global_batch=8;train.evaluate_every=0;adamw.lr=5e-3;text_pairs.held_out=0.2;"
     "train.evaluate_batches=1"
@@ -34,9 +32,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for at, word in enumerate(chat_model.WORDS)
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs), encoding="utf-8")
-    blocks = re.findall(r"^```console\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("forge ")]
+    commands = typed("preferences.md")
     assert [words[0] for words in commands] == ["train", "eval", "generate", "train", "train"]
     said = []
     for words in commands:

@@ -59,6 +59,7 @@ def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> d
     optimizer = optimizer_to_save(stepper)
     stages = job.dist.gather_stages(describe_odd(optimizer, stepper.model))
     return {
+        **stepper.kept,  # first: a slot's name must not replace what a resume needs
         "model": kept(stepper.model, job) if base else stepper.model.state_dict(),
         "base": dataclasses.asdict(base) if base else None,
         "optimizer": optimizer,
@@ -76,7 +77,6 @@ def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> d
         "config": job.config.values(volatile=False),
         "enabled": [entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral],
         "providers": _providers(job),
-        **stepper.kept,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ METRICS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerPairs:
     """Rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected answer; every pair counts once."""
 
@@ -37,8 +37,8 @@ class AnswerPairs:
     observed: Callable[[], Mapping[str, Any] | None]
     own_reference: bool = False
     """The reference is the model without its updates, not a second one."""
-    moved: list[bool] = field(default_factory=list)
-    """Not empty once the model has scored an answer differently from its reference."""
+    moved: bool = False
+    """True once the model has scored an answer differently from its reference."""
     rows_together = 2
 
     def weight(self, batch: Batch) -> int:
@@ -51,7 +51,7 @@ class AnswerPairs:
         scores = sums / tokens if self.config.length_normalised else sums
         relative = scores - self._reference(part, batch, tokens)
         if self.own_reference and not self.moved and relative.any():
-            self.moved.append(True)
+            self.moved = True
         # A log-probability of 0, as padding has, makes the odds of `orpo` infinite.
         relative = relative.where(weights.repeat_interleave(2) > 0, -1.0)
         if (metrics := self.observed()) is not None:

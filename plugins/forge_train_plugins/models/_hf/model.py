@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from forge_train import ConfigError, Init
+from forge_train.compose.initialise import resetting
 from forge_train_kit.model import TensorStyle, flops_per_token
 
 from . import plan
@@ -163,8 +164,8 @@ class CausalLM(nn.Module):
         Modules that a transform added fill their own.
         """
         for path, module in self.named_modules():
-            own = module is not self and hasattr(module, "reset_buffers")
-            if not own and next(module.buffers(recurse=False), None) is not None:
+            has_some = next(module.buffers(recurse=False), None) is not None
+            if has_some and not resetting(self, path):
                 for name, values in self._drawn.buffers(hf_name(path)).items():
                     getattr(module, name).copy_(values)
         self._drawn.drop()

@@ -1,7 +1,7 @@
 """What `lora` costs: memory beside its base, and a step beside one of `peft` in a plain loop.
 
-    python benchmarks/tuning.py             # writes benchmarks/results/tuning.md
-    python benchmarks/tuning.py forge|peft  # one of the two loops; prints CPU seconds
+    python benchmarks/lora.py             # writes benchmarks/results/lora.md
+    python benchmarks/lora.py forge|peft  # one of the two loops; prints CPU seconds
 
 33 M parameters of Llama's shape; both loops train the same updates of the same weights on the same tokens.
 """
@@ -25,33 +25,35 @@ from forge_train import Job, Model, Plugin, StepResult, hookimpl
 from forge_train_tools import plan
 from forge_train_tools.testing import run_forge
 
-RESULTS = Path(__file__).parent / "results" / "tuning.md"
+RESULTS = Path(__file__).parent / "results" / "lora.md"
 DIM, LAYERS, HEADS, HIDDEN, WORDS = 512, 8, 8, 1408, 8192
 BATCH, SEQUENCE, RANK = 2, 256, 16
 STEPS, WARM_UP, TURNS = 8, 2, 3
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CONFIG: dict[str, Any] = {
-    "decoder.dim": DIM,
-    "decoder.layers": LAYERS,
-    "decoder.heads": HEADS,
-    "decoder.hidden": HIDDEN,
-    "decoder.vocabulary": WORDS,
-    "decoder.max_sequence": SEQUENCE,
-    "synthetic.vocabulary": WORDS,
-    "synthetic.isolate": False,
-    "train.sequence": SEQUENCE,
-    "train.global_batch": BATCH,
-    "train.micro_batch": BATCH,
-    "train.evaluate_every": 0,
-    "checkpoint.every": 0,
-    "cosine.warmup": 2,
-    "lora.rank": RANK,
-    "train.init_missing": [],  # of random weights
-    "checkpoint.only": [],
-}
-
-
 NOTE = "33 M parameters of Llama's shape in fp32, updates of all linears of rank 16, 2 × 256 tokens a step, by turns."
+
+
+def config() -> dict[str, Any]:
+    """Of the run that is measured."""
+    return {
+        "decoder.dim": DIM,
+        "decoder.layers": LAYERS,
+        "decoder.heads": HEADS,
+        "decoder.hidden": HIDDEN,
+        "decoder.vocabulary": WORDS,
+        "decoder.max_sequence": SEQUENCE,
+        "synthetic.vocabulary": WORDS,
+        "synthetic.isolate": False,
+        "train.sequence": SEQUENCE,
+        "train.global_batch": BATCH,
+        "train.micro_batch": BATCH,
+        "train.evaluate_every": 0,
+        "checkpoint.every": 0,
+        "cosine.warmup": 2,
+        "lora.rank": RANK,
+        "train.init_missing": [],  # of random weights
+        "checkpoint.only": [],
+    }
 
 
 class Measured(Plugin):
@@ -94,7 +96,7 @@ class Measured(Plugin):
 
 def forge() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run = run_forge(["synthetic", "lora", "tuning:Measured"], CONFIG, steps=STEPS + 1, folder=Path(folder))
+        run = run_forge(["synthetic", "lora", "lora:Measured"], config(), steps=STEPS + 1, folder=Path(folder))
         seen = run.plugin("measured")
         memory = plan(run.run / "config.toml", without=["measured"]).memory
     found = {key: getattr(seen, key) for key in ("seconds", "held", "most", "trained")}
@@ -108,7 +110,7 @@ def peft() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    shape = LlamaConfig(
         hidden_size=DIM,
         intermediate_size=HIDDEN,
         num_hidden_layers=LAYERS,
@@ -116,7 +118,7 @@ def peft() -> None:
         vocab_size=WORDS,
         tie_word_embeddings=False,
     )
-    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=RANK, target_modules=list(LINEARS))).train()
+    model = get_peft_model(LlamaForCausalLM(shape), LoraConfig(r=RANK, target_modules=list(LINEARS))).train()
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
     batches = [torch.randint(0, WORDS, (BATCH, SEQUENCE + 1)) for _ in range(4)]
@@ -158,7 +160,7 @@ def main() -> None:
     ]
     for row in rows:
         print(f"{'ok  ' if row.ok else 'MISS'} {row.what}: {row.measured} (bar {row.bar})", flush=True)
-    RESULTS.write_text(table(rows, "Tuning", "python benchmarks/tuning.py", NOTE), encoding="utf-8")
+    RESULTS.write_text(table(rows, "`lora`, on one process", "python benchmarks/lora.py", NOTE), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,21 @@
+"""How-to pages as the tests read them: what a reader would type."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+HOW_TO = Path(__file__).parents[1] / "docs" / "how-to"
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    """The blocks of a kind, such as `console` or `toml`, of a how-to page."""
+    text = (HOW_TO / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{kind}[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def typed(page: str) -> list[list[str]]:
+    """The words after `forge` of each command on a how-to page."""
+    lines = [line.removeprefix("$ ") for block in blocks(page, "console") for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("forge ")]
