@@ -6,6 +6,7 @@ import faulthandler
 import linecache
 import re
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from forge_train.base.strict_json import dumps, loads
 INNER = 3
 """Frames of the main thread, from the innermost, that tell whether it waits for other ranks."""
 _WAITS = re.compile(r"\.wait\(|wait_tensor|\.synchronize\(")
-_OF_OTHERS = re.compile(r"[/\\](torch|threading\.py|contextlib\.py)([/\\]|$)")
+_OF_TORCH = re.compile(r"[/\\]torch[/\\]")
+_OF_PYTHON = re.compile(rf"<frozen |{re.escape(sysconfig.get_path('stdlib'))}[/\\](?!site-packages[/\\])")
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Place:
     """Place of a main thread."""
 
     at: str
-    """`file:line, in function`, of code that is not torch's."""
+    """`file:line, in function`, of code that is neither torch's nor Python's own."""
     awaits: str
     """The collective that it waits in; empty where it is busy with something of its own."""
 
@@ -34,7 +36,7 @@ class Place:
 def place(thread: int | None = None) -> Place:
     """Return the place of a thread, by default the main one."""
     frames = list(_frames(thread or threading.main_thread().ident or 0))
-    own = next((frame for frame in frames if not _OF_OTHERS.search(frame.f_code.co_filename)), None)
+    own = next((frame for frame in frames if _is_own(frame.f_code.co_filename)), None)
     return Place(_words(own) if own else "", _awaited(frames[:INNER]))
 
 
@@ -73,6 +75,10 @@ def _frames(thread: int) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _is_own(file: str) -> bool:
+    return not _OF_TORCH.search(file) and not _OF_PYTHON.match(file)
 
 
 def _words(frame: FrameType) -> str:
