@@ -93,8 +93,8 @@ def trained(folder: Path, given: list[cases.Case], ranks: int = 1) -> list[dict[
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
-EXTENDED = ("health", "plugins check flash", "verify")
-"""They take longest, and CI trains what they do: `health` on two ranks, `flash`, and the steps of `verify`."""
+EXTENDED = ("plugins check flash", "verify")
+"""They take longest, and CI trains what they do: `flash`, and the steps of `verify`."""
 
 
 @pytest.fixture(scope="module")
