@@ -10,6 +10,8 @@ TESTED := constraints/tested.txt
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --durations=40 --durations-min=5
 # The tested versions, but with the torch that is there.
 CONSTRAINTS := $(VENV)/.constraints.txt
+# A test run starts Python a thousand times: what it compiles is kept, whatever this machine's default.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-dist test-all verify-all verify-random mutants lint docs bench gpu clean

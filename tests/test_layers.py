@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,10 @@ def imports_of(source: str, package: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def forge_imports() -> Iterator[tuple[str, str, str]]:
+@cache
+def forge_imports() -> list[tuple[str, str, str]]:
     """`file:line`, the importing module, and the name that it imports, for all imports within forge."""
+    found = []
     for package, folder in FOLDERS.items():
         for path in sorted((ROOT / folder / package).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
@@ -68,10 +71,8 @@ def forge_imports() -> Iterator[tuple[str, str, str]]:
             module = home if parts[-1] == "__init__" else ".".join(parts)
             for line, name in imports_of(path.read_text(encoding="utf-8"), home):
                 if name.split(".")[0] in FOLDERS:
-                    yield f"{path.relative_to(ROOT)}:{line}", module, name
-
-
-IMPORTS = list(forge_imports())
+                    found.append((f"{path.relative_to(ROOT)}:{line}", module, name))
+    return found
 
 
 def package_of(module: str) -> str:
@@ -117,7 +118,7 @@ def package_faults(imports: Iterable[tuple[str, str, str]]) -> list[str]:
 
 
 def test_a_package_imports_only_what_lies_below_it() -> None:
-    assert package_faults(IMPORTS) == []
+    assert package_faults(forge_imports()) == []
 
 
 def test_sees_the_kernel_importing_tools() -> None:
@@ -147,7 +148,9 @@ def owners_of(edges: set[tuple[str, str]]) -> dict[str, set[str]]:
 def test_a_plugin_imports_no_other_plugin(package: str) -> None:
     """A module or folder whose name begins with `_` is part of the one plugin that imports it. Hook specs are there for
     all plugins."""
-    inside = [line for line in IMPORTS if line[1].startswith(f"{package}.") and line[2].startswith(f"{package}.")]
+    inside = [
+        line for line in forge_imports() if line[1].startswith(f"{package}.") and line[2].startswith(f"{package}.")
+    ]
     inside = [line for line in inside if not line[2].startswith(spec_modules())]
     owners = owners_of({(unit(module), unit(name)) for _, module, name in inside})
     wrong = [f"{package}.{part} is part of {', '.join(sorted(of))}" for part, of in owners.items() if len(of) > 1]
@@ -169,7 +172,7 @@ def test_tells_parts_from_plugins() -> None:
 
 
 def test_the_rooms_of_the_kernel_form_no_circle() -> None:
-    assert room_faults(IMPORTS) == []
+    assert room_faults(forge_imports()) == []
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
@@ -195,7 +198,7 @@ def kernel_modules() -> Iterator[tuple[str, str]]:
     home = ROOT / "core"
     files = [path.relative_to(home).with_suffix("").parts for path in (home / KERNEL).rglob("*.py")]
     modules = {".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in files} - {KERNEL}
-    for _, module, name in IMPORTS:
+    for _, module, name in forge_imports():
         target = name if name in modules else name.rpartition(".")[0]
         if module in modules and target in modules and target != module:
             yield module, target
@@ -271,7 +274,7 @@ def test_a_plugin_uses_of_the_core_what_anyone_may(package: str) -> None:
     """What begins with `_` is out of a third party's reach, so it is out of a built-in plugin's too."""
     wrong = [
         f"{where}: {module} imports {name}"
-        for where, module, name in IMPORTS
+        for where, module, name in forge_imports()
         if module.split(".")[0] == package and name.startswith((f"{KERNEL}.", f"{KIT}.", f"{TOOLS}."))
         if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
     ]

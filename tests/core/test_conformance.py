@@ -88,7 +88,9 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     return {"decoder.kv_heads": 4} if name == "mla" else {}
 
 
-EXTENDED = ("compile", "fp4", "fsdp2", "mxfp8", "tp", "zero1")
+EXTENDED = (
+    *("ac", "compile", "cp", "ddp", "deepseek_fp8", "ep", "fp4", "fp8", "fsdp2", "lora", "mxfp8", "pp", "tp", "zero1"),
+)
 """They take longest, and tests/dist trains each of them on several ranks and resumes it."""
 
 

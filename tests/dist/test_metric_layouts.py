@@ -57,7 +57,7 @@ SELDOM: dict[str, Any] = {"config": {"log.every": 4}}
 
 @pytest.mark.parametrize(
     ("layout", "stop"),
-    few([("", 1), ("", 3), ("dp2", 1), ("dp2", 3), ("tp2dp2", 1), ("tp2dp2", 3)], [("", 3), ("tp2dp2", 1)]),
+    few([("", 1), ("", 3), ("dp2", 1), ("dp2", 3), ("tp2dp2", 1), ("tp2dp2", 3)], [("", 3), ("dp2", 1)]),
 )
 def test_a_resume_between_logged_steps(ranks: Pool, tmp_path: Path, layout: str, stop: int) -> None:
     """On the same layout bit for bit."""

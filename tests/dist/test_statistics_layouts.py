@@ -23,11 +23,9 @@ BASE: dict[str, Any] = {
 DENSE: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "dp3": (3, ["fsdp2"], {"parallel.dp_shard": 3}),
     "ddp2": (2, ["ddp"], {"parallel.dp_replicate": 2}),
-    "tp2": (2, ["tp"], {"parallel.tp": 2}),
     "tp2dp2": (4, ["fsdp2", "tp"], {"parallel.dp_shard": 2, "parallel.tp": 2}),
 }
 EXPERTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
-    "dp2": (2, ["fsdp2", "moe"], {"parallel.dp_shard": 2}),
     "ep2": (2, ["fsdp2", "moe", "ep"], {"parallel.dp_shard": 2, "parallel.ep": 2}),
 }
 

@@ -21,15 +21,10 @@ from forge_cli import environment, forge_process
 from forge_train_plugins.resilience._watchdog import heart
 from forge_train_plugins.resilience._watchdog.verdict import Heartbeat, message
 from forge_train_tools.stacks import place
-from forge_train_tools.testing import Pool, assert_conforms, run_forge
+from forge_train_tools.testing import Pool, run_forge
 
 pytestmark = [pytest.mark.dist]
 DIST = Path(__file__).parent
-
-
-@pytest.mark.unit
-def test_it_conforms() -> None:
-    assert_conforms("watchdog", strict=True)
 
 
 def beat(rank: int, marks: int, awaits: str = "", **more: Any) -> Heartbeat:

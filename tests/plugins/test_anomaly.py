@@ -17,16 +17,12 @@ from forge_train import ConfigError, DivergedError, Plugin, hookimpl
 from forge_train.checkpoint.checkpoint import found
 from forge_train.run.records import read
 from forge_train_plugins.resilience._anomaly.judge import Judge
-from forge_train_tools.testing import RunForge, TinyRun, assert_conforms, run_forge
+from forge_train_tools.testing import RunForge, TinyRun, run_forge
 from hot_path import Watch, counting, waits
 from poison import Poison
 
 pytestmark = [pytest.mark.unit]
 SMALL = {"anomaly.warmup": 8, "anomaly.window": 8, "anomaly.threshold": 100.0}
-
-
-def test_it_conforms() -> None:
-    assert_conforms("anomaly", strict=True)
 
 
 def judge(**values: Any) -> Judge:

@@ -12,12 +12,6 @@ import toys
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train_plugins.resilience._signals import end_of_job, seconds_left
 from forge_train_plugins.resilience.signals import Signals
-from forge_train_tools.testing import assert_conforms
-
-
-@pytest.mark.unit
-def test_it_conforms() -> None:
-    assert_conforms("signals", strict=True)
 
 
 @pytest.mark.unit
