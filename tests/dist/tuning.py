@@ -27,8 +27,13 @@ TASKS: Mapping[str, tuple[tuple[str, ...], Settings]] = {
 ADAPTERS: Mapping[str, Settings] = {
     "lora": {"lora.dropout": 0.2, "lora.lr_ratio": 4.0},
     "dora": {"lora.dora": True},
+    "qlora": {"lora.base": "nf4", "lora.base_block": 8, "lora.dropout": 0.2},
 }
-OF_STACKS: Mapping[str, Settings] = {"lora": {"lora.dropout": 0.0}, "dora": {"lora.modules": ["*att*"]}}
+OF_STACKS: Mapping[str, Settings] = {
+    "lora": {"lora.dropout": 0.0},
+    "qlora": {"lora.dropout": 0.0},
+    "dora": {"lora.modules": ["*att*"]},
+}
 """What an adapter of a model with experts does without: stacks have neither masks nor magnitudes."""
 MODELS: Mapping[str, tuple[tuple[str, ...], Settings]] = {
     "decoder": (("decoder",), {"decoder.layers": 2}),
@@ -101,7 +106,7 @@ class Tuned:
         if tasks[-1] == "text_pairs":
             own = {"text_pairs.template": "plain", "text_pairs.long": "left", **own}
         if self.task == "distil":
-            own = {"distill.weights": str(base), **own}
+            own = {"distill.weights": str(trained(folder, self.model, seed=4)), **own}
         values = {
             f"{tasks[-1]}.path": str(folder / data),
             f"{tasks[-1]}.cache": str(folder / "cache"),
@@ -160,11 +165,11 @@ def write(folder: Path) -> Path:
 
 
 @cache
-def trained(folder: Path, model: str) -> Path:
-    """A run of the model that is tuned."""
+def trained(folder: Path, model: str, seed: int = 3) -> Path:
+    """A run of the model that is tuned, or of its teacher, by the seed."""
     settings = {"sft.path": str(folder / "chats.jsonl"), "sft.template": "plain", "sft.cache": str(folder / "cache")}
-    settings |= {"sft.held_out": 0.1, "sft.long": "left", "train.steps": 2}
-    request, name = _request(folder / "tuning.toml", model, ("sft",), settings), model.replace(", ", "-")
+    settings |= {"sft.held_out": 0.1, "sft.long": "left", "train.steps": 2, "run.seed": seed}
+    request, name = _request(folder / "tuning.toml", model, ("sft",), settings), f"{model.replace(', ', '-')}-{seed}"
     options = [part for one in request.set for part in ("-s", one)]
     options += [part for one in request.without for part in ("--without", one)]
     given = ("--plugins", ",".join(request.plugins), "--run-dir", folder, "--name", name)

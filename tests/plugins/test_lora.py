@@ -128,6 +128,10 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
             {"lora.tune": ["layers.1"]},
             r"lora\.tune: 'layers\.1\.attention\.q' has an update already: leave it out here",
         ),
+        (
+            {"lora.tune": ["*.q"]},
+            r"lora\.tune: 'layers\.0\.attention\.q' has an update already: leave it out here",
+        ),
         ({"lora.rank": 1000}, r"lora\.rank: 1000 is above a dimension of 'layers\.0\.attention\.q' \("),
         (
             {"decoder.tied": True, "lora.modules": ["head"]},
@@ -283,7 +287,8 @@ def test_an_embedding_of_peft_is_continued(tmp_path: Path) -> None:
 
 def test_an_adapter_of_fused_projections_has_no_place(tmp_path: Path, base: Path) -> None:
     """By `export_adapter`, which is not told of them."""
-    step = Factors({}).trace({"up.lora_A": ((2, 4), torch.float32), "up.lora_B": ((4, 2), torch.float32)})
+    factors = {"up.lora_A": ((2, 4), torch.float32), "up.lora_B": ((4, 2), torch.float32)}
+    step = Factors(LoRA.Config(), {}).trace(factors)
     assert step.wrong == ["up: its weight has no tensor of its own in Hugging Face layout; export the merged model"]
     with pytest.raises(
         ConfigError, match=r"none of its plugins adapts a model \(export_adapter\); leave --adapter out"

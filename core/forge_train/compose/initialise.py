@@ -118,11 +118,9 @@ def declared_init(part: nn.Module, name: str) -> Init:
     """
     owner, _, rest = name.rpartition(".")
     while True:
-        initial = getattr(part.get_submodule(owner), "initial", None)
-        if initial is not None:
-            init = initial(rest)
-            if isinstance(init, Init):
-                return init
+        initial = getattr(part.get_submodule(owner), "initial", lambda _: None)
+        if isinstance(init := initial(rest), Init):
+            return init
         if not owner:
             module = part.get_submodule(name.rpartition(".")[0])
             raise PluginError(
@@ -224,13 +222,11 @@ def retie(part: nn.Module, groups: list[tuple[str, ...]]) -> list[str]:
     for first, *others in groups:
         owner, _, attribute = first.rpartition(".")
         # Not by getattr: a module may compute with a narrower copy under the parameter's name.
-        kept = part.get_submodule(owner)._parameters[attribute]
+        kept: Any = part.get_submodule(owner)._parameters[attribute]
         for name in others:
             owner, _, attribute = name.rpartition(".")
             module = part.get_submodule(owner)
-            parameter = module._parameters[attribute]
-            assert parameter is not None
-            assert kept is not None
+            parameter: Any = module._parameters[attribute]
             if parameter is kept:
                 continue
             if parameter.shape == kept.shape and getattr(parameter, "placements", 0) == getattr(kept, "placements", 0):

@@ -38,10 +38,17 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return gather() if gather is not None else tensor
 
 
+def held(tensor: Tensor) -> list[Tensor]:
+    """This rank's part of a tensor, or the tensors that it is made of."""
+    part = local(tensor)
+    names = part.__tensor_flatten__()[0] if hasattr(part, "__tensor_flatten__") else ()
+    return [one for name in names for one in held(getattr(part, name))] or [part]
+
+
 @torch.no_grad()
 def held_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return how many bytes of some tensors this rank holds."""
-    return sum(part.numel() * part.element_size() for part in map(local, tensors) if part is not None)
+    return sum(part.numel() * part.element_size() for one in tensors if one is not None for part in held(one))
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

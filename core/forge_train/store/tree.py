@@ -19,7 +19,7 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor], level: int = 2) -> A
     """The JSON of a state; its tensors go into `tensors` under dotted names that begin with `name`.
 
     Args:
-        tree: the state.
+        tree: the state. Of a tensor of a class of its own, the values are what its method `plain` gives.
         name: of it.
         tensors: takes the tensors.
         level: how deep in `state.json` it will be.
@@ -34,12 +34,11 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor], level: int = 2) -> A
     if isinstance(tree, Tensor):
         if name in tensors:
             raise PluginError(f"The state {name!r} holds two tensors of that name; keys with dots must not clash.")
-        tensors[name] = tree.detach()
+        tensors[name] = (tree.plain() if hasattr(tree, "plain") else tree).detach()
         if type(tensors[name]) is not Tensor and not hasattr(tree, "device_mesh"):
-            kind = type(tree).__name__
             raise PluginError(
-                f"The state {name!r} holds a {kind}, a tensor of a class of its own, which can't be read again; save "
-                "the tensors that it is made of."
+                f"The state {name!r} holds a {type(tree).__name__}, a tensor of a class of its own, which can't be "
+                "read again; save the tensors that it is made of, or give it a method `plain() -> Tensor`."
             )
         return {TENSOR: name}
     if isinstance(tree, Mapping):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from forge_train.mesh.tensors import local
+from forge_train.mesh.tensors import held
 
 from .watch import Watch
 
@@ -59,7 +59,7 @@ class Ledger(Watch):
     @torch.no_grad()
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """The numbers of their storages, which are booked now if they were not before."""
-        return {self._book(local(tensor).untyped_storage()) for tensor in tensors}
+        return {self._book(part.untyped_storage()) for tensor in tensors for part in held(tensor)}
 
     def peak(self, of: Collection[int] | None = None, *, but: Collection[int] = (), until: int | None = None) -> int:
         """The most bytes alive at once, of some storages or of all, without some, within so many changes."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forge_train import Applied, ConfigError, Job
-from forge_train.mesh.tensors import local
+from forge_train.mesh.tensors import held_bytes, local
 from forge_train_kit.model import dtype_borders
 
 from ._fsdp2_step import Chunks, ShardedStep
@@ -200,7 +200,11 @@ class Sharding:
         elsewhere = {id(p) for _, module in expert_modules(part) for p in module.parameters()} if self.experts else ()
         mine = [p for p in part.parameters() if id(p) not in elsewhere]
         dtypes = {id(p): self._policy(m).param_dtype for m in part.modules() for p in m.parameters(recurse=False)}
-        gathered = sum(local(p).numel() * (dtypes[id(p)] or self.precision.master).itemsize for p in mine)
+        gathered = 0
+        for one in mine:
+            own = hasattr(local(one), "fsdp_pre_all_gather")  # it decides what is gathered
+            wide = (dtypes[id(one)] or self.precision.master).itemsize
+            gathered += held_bytes([one]) if own else local(one).numel() * wide
         reduced = sum(local(p).numel() for p in mine if p.requires_grad) * self.precision.reduce.itemsize
         mesh = self.mesh_of("dense")
         shards = mesh.size(mesh.ndim - 1)  # torch 2.11: not -1, where the mesh has one axis

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import FilePath, Ge, Gt, Lt, Phase, Plugin, Problem, Transform, hookimpl, section
 
@@ -71,6 +71,13 @@ class LoRA(Plugin):
         """Of the input of `A` of a linear. Experts have none."""
         adapter: Annotated[str, FilePath()] = ""
         """A folder of PEFT whose updates the run begins with; its rank, alpha and weights are then those of the run."""
+        base: Literal["", "nf4", "int8"] = ""
+        """Hold linears and stacks that have an update in 4 bits ("nf4", the NormalFloat4 of QLoRA, arXiv:2305.14314) or
+        in 8 ("int8"). They are decoded where they are multiplied."""
+        base_block: Annotated[int, Gt(1)] = 64
+        """Values of a row that share a scale. It must divide the width of each such weight."""
+        base_double: bool = False
+        """Keep these scales in 8 bits too (double quantisation), with two fp32 numbers for each row."""
         lr_ratio: Annotated[float, Gt(0)] = 1.0
         """Learning rate of `B` as a multiple of that of `A`, except in embeddings (LoRA+, arXiv:2402.12354, recommends
         about 16)."""
@@ -96,6 +103,11 @@ class LoRA(Plugin):
                 yield Problem(f"lora.{key}", "has no effect with lora.adapter, which names its weights itself.")
         if self.config.dora and self.config.adapter:
             yield Problem("lora.dora", "can't be added to the updates of lora.adapter, which have no magnitudes.")
+        for key in ("base_block", "base_double") if not self.config.base else ():
+            if getattr(self.config, key) != getattr(type(self.config)(), key):
+                yield Problem(f"lora.{key}", "has no effect without lora.base.")
+        if self.config.base_block % 2:
+            yield Problem("lora.base_block", "must be even: two codes share a byte.")
         for group in self.config.groups:
             if group.rank is None and group.alpha is None:
                 yield Problem("lora.groups", f"{group.match!r} changes nothing; set its rank or its alpha.")

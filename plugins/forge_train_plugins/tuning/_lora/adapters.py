@@ -18,9 +18,10 @@ from forge_train.mesh.tensors import local
 from forge_train_kit.model import Dropout
 from forge_train_kit.state_map.views import Stored
 
+from .base import encode
 from .folder import Folder
 from .layers import Adapted, LowRank, adapt
-from .sizes import size
+from .sizes import format_of, size
 from .sources import Source, sources
 from .targets import MAGNITUDE, Target, targets
 
@@ -143,7 +144,8 @@ class Adapters:
         for path, module in part.named_modules():
             if not any(fnmatchcase(path, pattern) for pattern in self.config.tune):
                 continue
-            if both := next((name for name, one in module.named_modules() if one in adapted), None):
+            both = next((name for name, one in module.named_modules() if one in adapted), None)
+            if both is not None:
                 raise ConfigError(
                     f"lora.tune: {'.'.join(filter(None, (path, both)))!r} has an update already: leave it out here, or "
                     "out of lora.modules.",
@@ -208,6 +210,9 @@ class Adapters:
             read=source.read if source else None,
             dora=self.config.dora,
         )
+        held = format_of(self.config)
+        if held is not None and not target.is_embedding:
+            encode(target, held)
         if target.is_stack and self.job.dist.layout.etp > 1:
             # The factor that is whole beside a split one has seen some features of each expert.
             (_, inner), (a, b) = target.module.expert_plan()[target.key], target.factors

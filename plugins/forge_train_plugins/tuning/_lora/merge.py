@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from forge_train import ConfigError
+from forge_train_kit.model.block_format import BlockFormat
 from forge_train_kit.state_map import Box, StateMap, Step, View
 
-from .sizes import size
+from .sizes import format_of, size
 from .targets import MAGNITUDE
 
 if TYPE_CHECKING:
@@ -70,6 +71,33 @@ def magnitude(parts: list[Tensor]) -> Tensor:
     return lengths(weight.square().sum(1)) + gain
 
 
+@dataclass(frozen=True, eq=False)
+class Rounded(View):
+    """A weight as its codes have it."""
+
+    weight: View
+    format: BlockFormat
+
+    @classmethod
+    def of(cls, weight: View, config: Any) -> View:
+        """The weight as a run holds it that trains its update."""
+        found = format_of(config)
+        return weight if found is None else cls(weight.shape, weight.dtype, weight, found)
+
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        return [(self.weight, (*box[:-1], self._blocks(box)))]
+
+    def make(self, box: Box, parts: list[Tensor]) -> Tensor:
+        (weight,), (low, high), (start, _) = parts, box[-1], self._blocks(box)
+        found = self.format.decode(self.format.encode(weight), self.dtype)
+        return found[..., low - start : high - start]
+
+    def _blocks(self, box: Box) -> tuple[int, int]:
+        """Columns whose values decide those of a box."""
+        (low, high), block = box[-1], self.shape[-1] if self.format.double else self.format.block
+        return low - low % block, min(-(-high // block) * block, self.shape[-1])
+
+
 @dataclass(frozen=True)
 class Merge(StateMap):
     """Takes each weight with its two factors, and gives the sum under the weight's name."""
@@ -83,6 +111,7 @@ class Merge(StateMap):
             scale, gains = size(self.config, name)[1], [f"{name}.{MAGNITUDE}"] if self.config.dora else []
             if found := step.take(f"{name}{suffix}", a, f"{a[:-1]}B", *gains):
                 weight, first, second, *gain = found
+                weight = weight if transposed else Rounded.of(weight, self.config)
                 merged: View = Sum(weight.shape, weight.dtype, weight, first, second, scale, transposed)
                 if gain:
                     merged = Stretched(weight.shape, weight.dtype, weight, first, second, gain[0], scale)

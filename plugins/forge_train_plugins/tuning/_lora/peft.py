@@ -14,7 +14,7 @@ from forge_train_kit.hf.start import exported
 from forge_train_kit.state_map import Box, StateMap, Step, View
 
 from .folder import PREFIX
-from .merge import magnitude
+from .merge import Rounded, magnitude
 from .sizes import chosen, size
 from .stacks import Fused, ends_of_experts, fused, nested
 from .targets import MAGNITUDE
@@ -95,15 +95,15 @@ class Factors(StateMap):
     """Gives both factors of each update under PEFT's names.
 
     Args:
+        config: the section.
         modules: linear or embedding → its name in Hugging Face layout.
         stacks: those that lie in one parameter, together.
-        dora: whether linears have a magnitude.
         tuned: parameters that are trained in full.
     """
 
+    config: Any
     modules: Mapping[str, str]
     stacks: Sequence[Stacks] = ()
-    dora: bool = False
     tuned: Sequence[str] = ()
 
     def apply(self, step: Step) -> None:
@@ -121,9 +121,10 @@ class Factors(StateMap):
             for factor in (end, f"{end[:-1]}B"):
                 for view in step.take(f"{name}{factor}"):
                     step.give(f"{PREFIX}{self.modules[name]}{factor}{last}", view)
-            if self.dora:
+            if self.config.dora:
                 for gain in step.take(f"{name}.{MAGNITUDE}"):
-                    lengths = Made.of([step.tensors[f"{name}.weight"], gain], magnitude)
+                    weight = Rounded.of(step.tensors[f"{name}.weight"], self.config)
+                    lengths = Made.of([weight, gain], magnitude)
                     step.give(f"{PREFIX}{self.modules[name]}.lora_magnitude_vector", lengths)
         for one in self.stacks:
             for factor, function in (("A", one.a), ("B", one.b)):
@@ -198,7 +199,7 @@ def adapter(
         described["modules_to_save"] = whole
     if stacks:
         described["target_parameters"] = [one.fused.name for one in stacks]
-    return HFAdapter(Factors(modules, stacks, config.dora, tuned), described)
+    return HFAdapter(Factors(config, modules, stacks, tuned), described)
 
 
 def _targets(adapted: set[str], known: set[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rank and scale of each update."""
+"""Rank and scale of each update, and how the weight beneath it is held."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from forge_train import ConfigError
+from forge_train_kit.model.block_format import BlockFormat
 
 if TYPE_CHECKING:
     from ..lora import LoRA
@@ -32,3 +33,8 @@ def chosen(config: LoRA.Config, name: str) -> tuple[int, float]:
     for group in hits:
         rank, alpha = group.rank or rank, group.alpha or alpha
     return rank, alpha
+
+
+def format_of(config: LoRA.Config) -> BlockFormat | None:
+    """The codes of linears and stacks with an update; None if they stay as they are."""
+    return BlockFormat(config.base, config.base_block, config.base_double) if config.base else None
