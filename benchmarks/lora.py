@@ -1,7 +1,7 @@
-"""What `lora` costs: memory beside its base, and a step beside one of `peft` in a plain loop.
+"""What `lora` costs: memory beside its base, and a step beside one of `peft` in a plain loop; and a base in four bits.
 
-    python benchmarks/lora.py             # writes benchmarks/results/lora.md
-    python benchmarks/lora.py forge|peft  # one of the two loops; prints CPU seconds
+    python benchmarks/lora.py                   # writes benchmarks/results/lora.md
+    python benchmarks/lora.py forge|codes|peft  # one of the loops; prints CPU seconds
 
 33 M parameters of Llama's shape; both loops train the same updates of the same weights on the same tokens.
 """
@@ -22,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 import torch
 
 from forge_train import Job, Model, Plugin, StepResult, hookimpl
+from forge_train.mesh.tensors import held_bytes
+from forge_train_kit.model.block_codes import BlockTensor
 from forge_train_tools import plan
 from forge_train_tools.testing import run_forge
 
@@ -60,7 +62,7 @@ class Measured(Plugin):
     """CPU time of the steps after the warm-up, and the bytes of a step after it."""
 
     api = (1, 0)
-    seconds = held = most = trained = 0.0
+    seconds = held = most = trained = coded = 0.0
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -90,18 +92,26 @@ class Measured(Plugin):
         """Bytes of weights and of the optimizer's state, and the parameters that are trained."""
         weights = [*self.model.parameters()]
         states = [one for state in self.optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
-        self.held = sum(one.nbytes for one in [*weights, *states])
+        self.held = held_bytes([*weights, *states])
+        coded = [one for one in weights if isinstance(one, BlockTensor)]
+        self.coded = held_bytes(coded) / max(sum(one.numel() for one in coded), 1)
         self.trained = sum(one.numel() for one in weights if one.requires_grad)
 
 
-def forge() -> None:
+def forge(**more: Any) -> None:
+    values = config() | more
     with tempfile.TemporaryDirectory() as folder:
-        run = run_forge(["synthetic", "lora", "lora:Measured"], config(), steps=STEPS + 1, folder=Path(folder))
+        run = run_forge(["synthetic", "lora", "lora:Measured"], values, steps=STEPS + 1, folder=Path(folder))
         seen = run.plugin("measured")
         memory = plan(run.run / "config.toml", without=["measured"]).memory
-    found = {key: getattr(seen, key) for key in ("seconds", "held", "most", "trained")}
+    found = {key: getattr(seen, key) for key in ("seconds", "held", "most", "trained", "coded")}
     planned = {"base": memory.parameters + memory.buffers, "activations": memory.activations, "planned": memory.peak}
     print(json.dumps(found | planned))
+
+
+def codes() -> None:
+    """With a base in four bits."""
+    forge(**{"lora.base": "nf4", "lora.base_double": True})
 
 
 def peft() -> None:
@@ -145,7 +155,7 @@ def measured(which: str) -> dict[str, float]:
 def main() -> None:
     from run import Row, table
 
-    found: dict[str, list[dict[str, float]]] = {"forge": [], "peft": []}
+    found: dict[str, list[dict[str, float]]] = {"forge": [], "codes": [], "peft": []}
     for _ in range(TURNS):
         for which, runs in found.items():
             runs.append(measured(which))
@@ -154,9 +164,12 @@ def main() -> None:
     allowed = last["base"] + 16 * last["trained"] + last["activations"]
     memory = (last["held"] + last["most"]) / allowed
     what = f"peak of all tensors / base + 16 bytes × {last['trained'] / 1e6:.2f} M updates + activations"
+    slower, each = seconds["codes"] / seconds["forge"], found["codes"][-1]["coded"]
     rows = [
         Row("tokens per CPU-second, `lora` / `peft` in a plain loop", f"{speed:.3f}", "≥ 1.0", speed >= 1.0),
         Row(f"{what} as planned ({allowed / 2**20:.0f} MiB)", f"{memory:.3f}", "≤ 1.1", memory <= 1.1),
+        Row("CPU time of a step, base in NF4 / in fp32", f"{slower:.3f}", "≤ 1.35", slower <= 1.35),
+        Row("bytes of a weight in NF4, scales in 8 bits included", f"{each:.3f}", "≤ 0.60", each <= 0.6),
     ]
     for row in rows:
         print(f"{'ok  ' if row.ok else 'MISS'} {row.what}: {row.measured} (bar {row.bar})", flush=True)
@@ -164,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    {"forge": forge, "peft": peft}.get(sys.argv[1] if len(sys.argv) > 1 else "", main)()
+    {"forge": forge, "codes": codes, "peft": peft}.get(sys.argv[1] if len(sys.argv) > 1 else "", main)()

@@ -89,11 +89,25 @@ def test_lora(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.importorskip(package)
     lora = script("lora", DIM=32, LAYERS=2, HEADS=2, HIDDEN=48, WORDS=320, SEQUENCE=32, RANK=2, STEPS=3, WARM_UP=1)
     lora.forge()
+    lora.forge(**{"lora.base": "nf4", "lora.base_block": 16})
     lora.peft()
-    ours, theirs = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    ours, coded, theirs = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    assert ours.pop("coded") == 0
     assert min(ours.values()) > 0
     assert theirs["seconds"] > 0
     assert ours["held"] + ours["most"] < 1.1 * (ours["base"] + 16 * ours["trained"] + ours["activations"])
+    assert coded["coded"] == 0.5 + 4 / 16
+    assert coded["held"] < ours["held"]
+
+
+def test_answers(script: Script, tmp_path: Path) -> None:
+    """A model of two steps, so small that it knows nothing, is trained, tuned, exported and asked."""
+    pytest.importorskip("transformers")
+    small = {"MODULES": ("bisect", "fnmatch"), "SOURCES": "b*.py", "DIM": 32, "LAYERS": 1, "STEPS": 2, "TOKENS": 128}
+    asked = script("answers", **small).measure(tmp_path)
+    assert len(asked.base) == len(asked.tuned) == len(asked.theirs) == len(asked.tested) == 3
+    assert asked.share([line for _, line in asked.tested]) == 1.0
+    assert asked.share(asked.base) == 0.0
 
 
 def test_metrics_and_trackers(script: Script) -> None:
