@@ -6,10 +6,13 @@ A run and each of its checkpoints keep a copy of them, so that both can be moved
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from forge_train.base.errors import ConfigError
+from forge_train.checkpoint import checkpoint
 from forge_train.config import Config
 from forge_train.config.schema import FilePath, mark
 from forge_train.loop.run import MODEL_FILES
@@ -81,6 +84,43 @@ def digest(job: Job) -> str | None:
     guard = Guarded(tokenizer, Tokenizer, job.hooks.whose("tokenizer"))
     guard.decode(guard.encode("a"))
     return tokenizer.digest
+
+
+def expect_same_words(job: Job, weights: str, key: str) -> None:
+    """Check that a checkpoint's model reads the same words from the same ids as this run's.
+
+    Args:
+        job: the run.
+        weights: the checkpoint, or its run; nothing is checked where there is none, which loading it tells.
+        key: the option that names it, for the message.
+
+    Raises:
+        ConfigError: it has another tokenizer; one that differs only in what begins or ends a text is the same.
+    """
+    try:
+        path = checkpoint.resolve(Path(weights))
+    except ConfigError:
+        return
+    saved = checkpoint.read_state(path).get("tokenizer")
+    if saved is None or (own := digest(job)) is None or saved == own:
+        return
+    known = [_words(one) for one in (files(path / FOLDER), of(job.config, job.hooks, job.run.dir))]
+    if None in known or known[0] != known[1]:
+        raise ConfigError(
+            f"{key}: {path} was trained with another tokenizer: the ids of this run are other words to it. Choose a "
+            "model of the same tokenizer.",
+            key=key,
+        )
+
+
+def _words(found: Mapping[str, Path]) -> dict[str, int] | None:
+    """Word → id, from a `tokenizer.json`; None without one."""
+    if TOKENIZER not in found:
+        return None
+    content = json.loads(found[TOKENIZER].read_text(encoding="utf-8"))
+    words = content["model"].get("vocab", {})
+    listed = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
+    return {**listed, **{one["content"]: one["id"] for one in content.get("added_tokens", ())}}
 
 
 def keep(config: Config, hooks: Hooks, folder: Path, *, fresh: bool) -> Config:

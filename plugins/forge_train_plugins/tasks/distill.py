@@ -58,6 +58,17 @@ class Distill(Plugin):
         yield ExtraModel("teacher", self.config.teacher, self.config.weights, without=adapters(job))
 
     @hookimpl
+    def on_start(self, job: Job) -> None:
+        """Compare the tokenizers.
+
+        Raises:
+            ConfigError: the teacher has another one.
+        """
+        from forge_train_kit.model_files import expect_same_words
+
+        expect_same_words(job, self.config.weights, "distill.weights")
+
+    @hookimpl
     def task(self, job: Job) -> Task:
         from ._distill import Distillation
 

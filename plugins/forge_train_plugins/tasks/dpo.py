@@ -200,6 +200,8 @@ class DPO(Plugin):
         Raises:
             ConfigError: it is not so.
         """
+        from forge_train_kit.model_files import expect_same_words
+
         if self._compares and self._is_own_reference(job):
             self._check_trained(model)
         if (reference := job.models.get(REFERENCE)) is None:
@@ -210,6 +212,7 @@ class DPO(Plugin):
                 f"dpo.reference: the reference's vocabulary has {theirs:,} tokens, but the model's has {mine:,}; they "
                 "must be equal."
             )
+        expect_same_words(job, job.extra[REFERENCE].spec.weights, "dpo.weights")
 
     @hookimpl
     def on_step(self, step: StepResult) -> None:

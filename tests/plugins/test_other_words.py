@@ -1,0 +1,73 @@
+"""A teacher, or a reference, whose vocabulary is as large as the model's, but has other words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chat_model
+from forge_train import ConfigError
+from forge_train_tools.testing import run_forge
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.unit
+SHAPE: dict[str, Any] = {
+    "train.sequence": 32,
+    "decoder.vocabulary": 320,
+    "text.held_out": 0.0,
+    "train.evaluate_every": 0,
+}
+
+
+def tokenizer(folder: Path, change: Callable[[dict[str, Any]], None] = lambda content: None) -> Path:
+    """A tokenizer, changed."""
+    folder.mkdir()
+    chat_model.write_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    return folder
+
+
+def swap(content: dict[str, Any]) -> None:
+    """Two words have each other's ids."""
+    words = content["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+
+
+def decorate(content: dict[str, Any]) -> None:
+    """Another file with the same words."""
+    content["version"] = content.pop("version")
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., Any]:
+    (tmp_path / "a.txt").write_text("say one and two\n" * 200)
+    pairs = [{"prompt": f"say {at}", "chosen": "one two", "rejected": "two one"} for at in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs))
+
+    def train(words: Path, plugins: list[str], **config: Any) -> Any:
+        settings = {"tokenizer.path": str(words), **SHAPE, **{k.replace("__", "."): v for k, v in config.items()}}
+        if "dpo" not in plugins:
+            settings["text.path"] = str(tmp_path / "a.txt")
+        else:
+            settings.pop("text.held_out")
+            settings |= {"text_pairs.path": str(tmp_path / "pairs.jsonl"), "text_pairs.template": "chatml"}
+        without = ["text"] if "dpo" in plugins else []
+        return run_forge(plugins, settings, steps=1, without=without, folder=tmp_path / "runs")
+
+    return train
+
+
+@pytest.mark.parametrize("task", ["distill", "dpo"])
+def test_it_is_refused(tmp_path: Path, trained: Callable[..., Any], task: str) -> None:
+    other = trained(tokenizer(tmp_path / "other"), []).run
+    plugins = ["distill"] if task == "distill" else ["dpo", "text_pairs"]
+    with pytest.raises(ConfigError, match=rf"{task}\.weights: .* was trained with another tokenizer: the ids of this"):
+        trained(tokenizer(tmp_path / "own", swap), plugins, **{f"{task}__weights": str(other)})
+    trained(tokenizer(tmp_path / "same", decorate), plugins, **{f"{task}__weights": str(other)})
