@@ -71,3 +71,8 @@ def test_it_is_refused(tmp_path: Path, trained: Callable[..., Any], task: str) -
     with pytest.raises(ConfigError, match=rf"{task}\.weights: .* was trained with another tokenizer: the ids of this"):
         trained(tokenizer(tmp_path / "own", swap), plugins, **{f"{task}__weights": str(other)})
     trained(tokenizer(tmp_path / "same", decorate), plugins, **{f"{task}__weights": str(other)})
+    if task == "dpo":
+        stored = {"dpo__stored": str(tmp_path / "kept.json"), "dpo__weights": str(other)}
+        trained(tmp_path / "same", plugins, **stored)
+        with pytest.raises(ConfigError, match=r"dpo\.stored: .*kept\.json was computed with another tokenizer; nam"):
+            trained(tmp_path / "own", plugins, **stored)
