@@ -1,0 +1,34 @@
+"""The page “Distil”, each command typed as it stands there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import chat_model
+from forge_cli import forge
+from pages import blocks, typed
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.e2e
+PAGE = "distil.md"
+SMALL = "run.device=cpu;train.steps=20;train.global_batch=4;train.evaluate_every=0;text.held_out=0;distill.share=1.0"
+"""The page's share is for a teacher that knows its text, and this one is random."""
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chat_model.write_model(tmp_path / "hf")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("say one and then say two\n" * 400, encoding="utf-8")
+    (tmp_path / "student.toml").write_text(blocks(PAGE, "toml")[0], encoding="utf-8")
+    commands = typed(PAGE)
+    assert [words[0] for words in commands] == ["checkpoint", "train", "generate"]
+    for words in commands:
+        ended = forge(*words, environment={"FORGE_SET": SMALL} if words[0] == "train" else {})
+        assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "student" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["distill.divergence"] < lines[0]["distill.divergence"]
