@@ -143,6 +143,10 @@ def test_a_part_that_would_lose_what_is_written_is_refused(values: Tensor, forma
         weight[:, :columns].zero_()
     with pytest.raises(ConfigError, match="can't be split into uneven shares of 5: choose another parallel.dp_shard"):
         torch.split(weight, 5)
+    with pytest.raises(NotImplementedError, match="_foreach_mul_.* would lose what it writes"):
+        torch._foreach_mul_([weight], 2.0)
+    with pytest.raises(NotImplementedError, match="would lose what it writes"):
+        torch.add(values, values, out=weight)
     with pytest.raises(ValueError, match="rows of 60 values do not consist of blocks of 16"):
         BlockTensor.of(values[:, :60], format)
 

@@ -21,7 +21,9 @@ from forge_train_kit.metrics import Mean
 from forge_train_kit.model import Linear
 from forge_train_plugins.tasks._dpo import METRICS, AnswerPairs
 from forge_train_plugins.tasks.dpo import DPO
+from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import RunForge, TinyRun
+from lora_models import logits
 
 pytestmark = [pytest.mark.unit]
 
@@ -233,6 +235,26 @@ def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunFo
         trained(run_forge, tmp_path, steps=13, name="r", **fast)
     there = {"dpo__weights": str(moved), "checkpoint__allow_changes": ["dpo.weights"]}
     assert trained(run_forge, tmp_path, steps=13, name="r", **fast, **there).finished.step == 13
+
+
+def test_held_out_margins_grow_and_the_model_stays_near_its_reference(
+    run_forge: RunForge, base: str, tmp_path: Path
+) -> None:
+    """How near, is for `beta` to say: KL(model ‖ reference) of the next byte, over texts that no pair has."""
+    texts = torch.tensor([[*f"a line of text, and {n:02} more"[:24].encode()] for n in range(8)])
+    before = open_model(Path(base), text=False).model
+    divergences = []
+    for beta in (0.1, 1.0):
+        (folder := tmp_path / str(beta)).mkdir()
+        more = {"adamw__lr": 3e-3, "train__init_from": base, "train__evaluate_every": 8, "dpo__beta": beta}
+        run = trained(run_forge, folder, steps=24, **more)
+        margins = [one["metrics"]["dpo.margin"] for one in run.events if one["event"] == "evaluation"]
+        assert len(margins) == 3
+        assert 0 < margins[0] < margins[1] < margins[2]
+        with torch.no_grad():
+            mine, other = (logits(one, texts).log_softmax(-1) for one in (run.model, before))
+        divergences.append(float((mine.exp() * (mine - other)).sum(-1).mean()))
+    assert 0 < divergences[1] < divergences[0] < 1
 
 
 def test_the_reference_has_no_adapter_of_the_model(run_forge: RunForge, base: str, tmp_path: Path) -> None:

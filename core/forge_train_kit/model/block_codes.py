@@ -84,6 +84,8 @@ class BlockTensor(Tensor):
         known = _KNOWN.get(func)
         if known is not None and (found := known(*args, **kwargs)) is not NotImplemented:
             return found
+        if func._schema.is_mutable and any(isinstance(one, cls) for one in (kwargs.get("out"), *_several(args[0]))):
+            raise NotImplementedError(f"{func} would lose what it writes into a BlockTensor.")
         written = args[0] if func._schema.is_mutable and isinstance(args[0], cls) else None
         plain, more = torch.utils._pytree.tree_map_only(cls, cls.plain, (args, kwargs))
         found = func(*plain, **more)
@@ -107,6 +109,10 @@ class BlockTensor(Tensor):
         if ranks == 1:  # where torch (2.13) gathers codes alone
             return BlockTensor(self.parts, self.format, dtype), ()
         return BlockTensor(gathered, self.format, dtype), gathered
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _linear(x: Tensor, weight: BlockTensor, bias: Tensor | None = None) -> Tensor:
