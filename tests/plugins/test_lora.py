@@ -257,6 +257,9 @@ def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
     assert configs[0] | {"base_model_name_or_path": ""} == configs[1] | {"base_model_name_or_path": ""}
     for change, says in (
         ({"use_dora": True}, "use_dora is True, which lora can't continue"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which lora can't continue"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\], which lora can't continue"),
+        ({"a_key_of_tomorrow": {"a": 1}}, r"a_key_of_tomorrow is \{'a': 1\}, which lora can't continue"),
         ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern is \{'q_proj': 2\}, which lora can't continue"),
         ({"r": 3}, r"lora\.rank: .* holds 4 rows for 'embedding', and the run has 3"),
     ):

@@ -25,8 +25,16 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (None, False),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),  # others change the base
 }
 """Key of `adapter_config.json` → the values that are understood here."""
+READ = ("r", "lora_alpha", "use_rslora", "lora_dropout", "rank_pattern", "alpha_pattern", "target_parameters")
+HARMLESS = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the tensors have their names
+    *("megatron_config", "megatron_core", "eva_config", "runtime_config", "qalora_group_size"),
+)
+"""Keys that change nothing of what the tensors mean. Any other one must be empty."""
 
 
 class Folder:
@@ -50,6 +58,9 @@ class Folder:
         for key, values in PLAIN.items():
             if (found := self.config.get(key)) not in values:
                 raise _unknown(file, key, found)
+        for key in self.config.keys() - {*PLAIN, *READ, *HARMLESS}:
+            if self.config[key]:
+                raise _unknown(file, key, self.config[key])
         for key in ("rank_pattern", "alpha_pattern"):
             if not all(any(re.fullmatch(one, name) for name in self.parameters) for one in self.config.get(key) or ()):
                 raise _unknown(file, key, self.config[key])
@@ -57,7 +68,7 @@ class Folder:
     @property
     def implied(self) -> dict[str, Any]:
         """Options that follow from it."""
-        keys = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
+        keys = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dropout": "lora_dropout"}
         return {f"lora.{own}": self.config[key] for own, key in keys.items() if key in self.config}
 
     @cached_property
