@@ -14,6 +14,7 @@ from forge_train import ConfigError
 from forge_train.mesh.tensors import held_bytes
 from forge_train_kit.model.block_codes import BlockTensor
 from forge_train_kit.model.block_format import BlockFormat, nf4_levels
+from forge_train_plugins.experts._moe.experts import Product, grouped, looped
 
 pytestmark = pytest.mark.unit
 FORMATS = [BlockFormat("nf4", 16), BlockFormat("nf4", 16, double=True), BlockFormat("int8", 16)]
@@ -155,3 +156,35 @@ def test_stacks_have_rows_too(values: Tensor) -> None:
     stack = BlockTensor.of(values.view(2, 12, 64), FORMATS[2])
     assert torch.equal(stack[1].plain(), BlockTensor.of(values[12:], FORMATS[2]).plain())
     assert torch.equal(torch.bmm(torch.ones(2, 1, 12), stack), torch.bmm(torch.ones(2, 1, 12), stack.plain()))
+
+
+@pytest.mark.parametrize("product", [grouped, looped])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_products_of_experts_keep_codes(values: Tensor, format: BlockFormat, product: Product) -> None:
+    """One expert has no tokens."""
+    stack, sizes = BlockTensor.of(values.view(3, 8, 64), format), torch.tensor([4, 0, 6])
+    kept: list[Tensor] = []
+    inputs = [torch.randn(10, 64, requires_grad=True)]
+    inputs.append(inputs[0].detach().clone().requires_grad_())
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
+        first = product(inputs[0], stack, sizes)
+    weights = [one for one in kept if one.is_floating_point()]
+    assert sum(held_bytes([one]) for one in weights) == held_bytes([stack])
+    second = product(inputs[1], stack.plain(), sizes)
+    assert torch.equal(first, second)
+    for out in (first, second):
+        out.square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_transpose_is_a_view(values: Tensor, format: BlockFormat) -> None:
+    weight: Any = BlockTensor.of(torch.zeros_like(values), format)
+    weight.t().copy_(values.t())
+    expected = BlockTensor.of(values, format).plain()
+    assert torch.equal(weight.plain(), expected)
+    assert torch.equal(weight.mT.plain(), expected.t())
+    assert torch.equal(weight.mT.t()[4:].plain(), expected[4:])
+    assert torch.equal(weight.mT[4:], expected.t()[4:])
+    weight.mT.mul_(2)
+    torch.testing.assert_close(weight.plain(), 2 * expected, rtol=0, atol=0.1 if format.double else 1e-6)

@@ -19,26 +19,43 @@ aten = torch.ops.aten
 class BlockTensor(Tensor):
     """Frozen values in a `BlockFormat`, in the place of a plain tensor of `dtype`.
 
-    What is copied into it is encoded. Rows, and columns in whole blocks, are views, and `F.linear` decodes it in the
-    forward and again in the backward pass. Any other operation decodes it first. FSDP2 gathers its parts.
+    What is copied into it is encoded. Rows, columns in whole blocks and the transpose are views. A product decodes it
+    in the forward and again in the backward pass. Any other operation decodes it first. FSDP2 gathers its parts.
     """
 
     parts: tuple[Tensor, ...]
     format: BlockFormat
+    turned: bool
+    """Its last two axes are exchanged."""
 
     @staticmethod
     def __new__(
-        cls, parts: Sequence[Tensor], format: BlockFormat, dtype: torch.dtype, shape: Sequence[int] | None = None
+        cls,
+        parts: Sequence[Tensor],
+        format: BlockFormat,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        turned: bool = False,
     ) -> BlockTensor:
         codes = parts[0]
         columns = codes.shape[-1] * (2 if format.kind == "nf4" else 1)
         size = (*codes.shape[:-1], columns) if shape is None else tuple(shape)
-        return Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=codes.device, requires_grad=False)
+        strides = None
+        if turned:
+            strides = torch.empty((*codes.shape[:-1], columns), device="meta").mT.stride()
+        return Tensor._make_wrapper_subclass(
+            cls, size, strides=strides, dtype=dtype, device=codes.device, requires_grad=False
+        )
 
     def __init__(
-        self, parts: Sequence[Tensor], format: BlockFormat, dtype: torch.dtype, shape: Sequence[int] | None = None
+        self,
+        parts: Sequence[Tensor],
+        format: BlockFormat,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        turned: bool = False,
     ) -> None:
-        self.parts, self.format = tuple(parts), format
+        self.parts, self.format, self.turned = tuple(parts), format, turned
 
     @classmethod
     def of(cls, values: Tensor, format: BlockFormat) -> BlockTensor:
@@ -54,7 +71,8 @@ class BlockTensor(Tensor):
 
     def plain(self) -> Tensor:
         """The values, as a plain tensor."""
-        return self.format.decode(self.parts, self.dtype).view(self.shape)
+        values = self.format.decode(self.parts, self.dtype)
+        return values.mT if self.turned else values.view(self.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"BlockTensor({[*self.shape]}, {self.format.kind}, block={self.format.block}, {self.dtype})"
@@ -62,12 +80,12 @@ class BlockTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         for at, one in enumerate(self.parts):
             setattr(self, f"part_{at}", one)
-        return [f"part_{at}" for at in range(len(self.parts))], (self.format, self.dtype)
+        return [f"part_{at}" for at in range(len(self.parts))], (self.format, self.dtype, self.turned)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], kept: Any, size: Any, stride: Any) -> BlockTensor:
-        format, dtype = kept
-        return BlockTensor([inner[name] for name in sorted(inner)], format, dtype, size)
+        format, dtype, turned = kept
+        return BlockTensor([inner[name] for name in sorted(inner)], format, dtype, size, turned)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +100,8 @@ class BlockTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         known = _KNOWN.get(func)
-        if known is not None and (found := known(*args, **kwargs)) is not NotImplemented:
+        fits = known in _OF_TURNED or not any(getattr(one, "turned", False) for one in args[:1])
+        if known is not None and fits and (found := known(*args, **kwargs)) is not NotImplemented:
             return found
         if func._schema.is_mutable and any(isinstance(one, cls) for one in (kwargs.get("out"), *_several(args[0]))):
             raise NotImplementedError(f"{func} would lose what it writes into a BlockTensor.")
@@ -160,7 +179,24 @@ def _is_natural(tensor: BlockTensor) -> bool:
 
 @_does(aten.detach.default, aten.alias.default)
 def _same(tensor: BlockTensor) -> BlockTensor:
-    return BlockTensor(tensor.parts, tensor.format, tensor.dtype, tensor.shape)
+    return BlockTensor(tensor.parts, tensor.format, tensor.dtype, tensor.shape, tensor.turned)
+
+
+@_does(aten.transpose.int, aten.t.default, aten.mT.default)
+def _transpose(tensor: BlockTensor, first: int = -2, second: int = -1) -> Any:
+    ndim = tensor.ndim
+    if {first % ndim, second % ndim} != {ndim - 2, ndim - 1} or not (tensor.turned or _is_natural(tensor)):
+        return NotImplemented
+    *rows, height, width = tensor.shape
+    return BlockTensor(tensor.parts, tensor.format, tensor.dtype, (*rows, width, height), not tensor.turned)
+
+
+@_does(aten.unbind.int)
+def _unbind(tensor: BlockTensor, dim: int = 0) -> Any:
+    """Experts, one by one: a loop over them keeps the codes of each."""
+    if dim % tensor.ndim == tensor.ndim - 1 or not _is_natural(tensor):
+        return NotImplemented
+    return [_select(tensor, dim, at) for at in range(tensor.shape[dim])]
 
 
 @_does(aten.clone.default)
@@ -247,6 +283,11 @@ def _no_view(tensor: BlockTensor) -> ConfigError:
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(target, BlockTensor):
         return NotImplemented
+    if isinstance(source, BlockTensor) and (source.turned or target.turned):
+        source = source.plain()
+    if target.turned:
+        _copy(_transpose(target), source.expand(target.shape).mT)
+        return target
     if isinstance(source, BlockTensor) and source.format == target.format and source.shape == target.shape:
         parts = source.parts
     elif target.is_meta:
@@ -258,3 +299,6 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     for own, new in zip(target.parts, parts, strict=True):
         own.copy_(new, non_blocking=non_blocking)
     return target
+
+
+_OF_TURNED = (_same, _transpose, _copy)
