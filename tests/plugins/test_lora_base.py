@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forge_train import ConfigError, Model
@@ -83,6 +85,16 @@ def test_a_run_saves_its_updates_alone_and_its_export_has_its_logits(tmp_path: P
         found = logits(opened, IDS)
         torch.testing.assert_close(merged(IDS).logits, found, rtol=0, atol=1e-6)
         assert (base(IDS).logits - found).abs().max() > 1e-2
+
+
+def test_merged_weights_of_a_base_in_bf16_are_rounded_once(tmp_path: Path) -> None:
+    run = trained(tmp_path, *NF4, "lora.modules=['*.o']", dtype=torch.bfloat16)
+    export_checkpoint(run, tmp_path / "out")
+    (part,) = open_model(run, text=False).model.parts
+    layer: Any = part.get_submodule("layers.0.attention.o")
+    update = layer.lora_B @ layer.lora_A * layer.lora_scales["weight"]
+    merged = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
+    assert torch.equal(merged, (layer.weight.plain() + update).bfloat16())
 
 
 def test_rows_with_magnitudes_too(tmp_path: Path) -> None:

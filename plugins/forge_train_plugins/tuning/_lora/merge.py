@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
 
 from forge_train import ConfigError
 from forge_train_kit.model.block_format import BlockFormat
@@ -11,9 +14,6 @@ from forge_train_kit.state_map import Box, StateMap, Step, View
 
 from .sizes import format_of, size
 from .targets import MAGNITUDE
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 KINDS = {".lora_A": (".weight", False), "_lora_A": ("", False), ".lora_embedding_A": (".weight", True)}
 """End of a factor's name → end of the weight's name, and whether its update is transposed."""
@@ -73,7 +73,7 @@ def magnitude(parts: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rounded(View):
-    """A weight as its codes have it."""
+    """A weight as its codes have it, in fp32."""
 
     weight: View
     format: BlockFormat
@@ -82,7 +82,7 @@ class Rounded(View):
     def of(cls, weight: View, config: Any) -> View:
         """The weight as a run holds it that trains its update."""
         found = format_of(config)
-        return weight if found is None else cls(weight.shape, weight.dtype, weight, found)
+        return weight if found is None else cls(weight.shape, torch.float32, weight, found)
 
     def needs(self, box: Box) -> list[tuple[View, Box]]:
         return [(self.weight, (*box[:-1], self._blocks(box)))]
@@ -110,11 +110,11 @@ class Merge(StateMap):
             name, (suffix, transposed) = a.removesuffix(end), KINDS[end]
             scale, gains = size(self.config, name)[1], [f"{name}.{MAGNITUDE}"] if self.config.dora else []
             if found := step.take(f"{name}{suffix}", a, f"{a[:-1]}B", *gains):
-                weight, first, second, *gain = found
-                weight = weight if transposed else Rounded.of(weight, self.config)
-                merged: View = Sum(weight.shape, weight.dtype, weight, first, second, scale, transposed)
+                stored, first, second, *gain = found
+                weight = stored if transposed else Rounded.of(stored, self.config)
+                merged: View = Sum(stored.shape, stored.dtype, weight, first, second, scale, transposed)
                 if gain:
-                    merged = Stretched(weight.shape, weight.dtype, weight, first, second, gain[0], scale)
+                    merged = Stretched(stored.shape, stored.dtype, weight, first, second, gain[0], scale)
                 step.give(f"{name}{suffix}", merged)
 
     def inverse(self) -> NoReturn:
