@@ -40,9 +40,7 @@ class BlockTensor(Tensor):
         codes = parts[0]
         columns = codes.shape[-1] * (2 if format.kind == "nf4" else 1)
         size = (*codes.shape[:-1], columns) if shape is None else tuple(shape)
-        strides = None
-        if turned:
-            strides = torch.empty((*codes.shape[:-1], columns), device="meta").mT.stride()
+        strides = torch.empty((*codes.shape[:-1], columns), device="meta").mT.stride() if turned else None
         return Tensor._make_wrapper_subclass(
             cls, size, strides=strides, dtype=dtype, device=codes.device, requires_grad=False
         )
@@ -103,7 +101,8 @@ class BlockTensor(Tensor):
         fits = known in _OF_TURNED or not any(getattr(one, "turned", False) for one in args[:1])
         if known is not None and fits and (found := known(*args, **kwargs)) is not NotImplemented:
             return found
-        if func._schema.is_mutable and any(isinstance(one, cls) for one in (kwargs.get("out"), *_several(args[0]))):
+        several = args[0] if isinstance(args[0], list | tuple) else ()
+        if func._schema.is_mutable and any(isinstance(one, cls) for one in (kwargs.get("out"), *several)):
             raise NotImplementedError(f"{func} would lose what it writes into a BlockTensor.")
         written = args[0] if func._schema.is_mutable and isinstance(args[0], cls) else None
         plain, more = torch.utils._pytree.tree_map_only(cls, cls.plain, (args, kwargs))
@@ -128,10 +127,6 @@ class BlockTensor(Tensor):
         if ranks == 1:  # where torch (2.13) gathers codes alone
             return BlockTensor(self.parts, self.format, dtype), ()
         return BlockTensor(gathered, self.format, dtype), gathered
-
-
-def _several(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _linear(x: Tensor, weight: BlockTensor, bias: Tensor | None = None) -> Tensor:
