@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
-from forge_train.checkpoint import checkpoint
 from forge_train.config import Config
 from forge_train.config.schema import FilePath, mark
 from forge_train.loop.run import MODEL_FILES
@@ -97,6 +96,8 @@ def expect_same_words(job: Job, weights: str, key: str) -> None:
     Raises:
         ConfigError: it has another tokenizer; one that differs only in what begins or ends a text is the same.
     """
+    from forge_train.checkpoint import checkpoint  # which imports torch
+
     try:
         path = checkpoint.resolve(Path(weights))
     except ConfigError:
