@@ -114,11 +114,12 @@ def expect_same_words(job: Job, weights: str, key: str) -> None:
         )
 
 
-def _words(found: Mapping[str, Path]) -> dict[str, int] | None:
-    """Word → id, from a `tokenizer.json`; None without one."""
-    if TOKENIZER not in found:
-        return None
-    content = json.loads(found[TOKENIZER].read_text(encoding="utf-8"))
+def _words(found: Mapping[str, Path]) -> dict[str, int] | bytes | None:
+    """Word → id, from a `tokenizer.json`; the content of another file that makes a tokenizer; None without one."""
+    name = vocabulary_of(found)
+    if name != TOKENIZER:
+        return found[name].read_bytes() if name else None
+    content = json.loads(found[name].read_text(encoding="utf-8"))
     words = content["model"].get("vocab", {})
     listed = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
     return {**listed, **{one["content"]: one["id"] for one in content.get("added_tokens", ())}}

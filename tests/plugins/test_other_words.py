@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import chat_model
 from forge_train import ConfigError
+from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_tools.testing import run_forge
 
 pytest.importorskip("transformers")
@@ -76,3 +78,25 @@ def test_it_is_refused(tmp_path: Path, trained: Callable[..., Any], task: str) -
         trained(tmp_path / "same", plugins, **stored)
         with pytest.raises(ConfigError, match=r"dpo\.stored: .*kept\.json was computed with another tokenizer; nam"):
             trained(tmp_path / "own", plugins, **stored)
+
+
+def test_pieces_that_begin_texts_otherwise_are_the_same_words(tmp_path: Path, trained: Callable[..., Any]) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folders = [tmp_path / name for name in ("with", "without", "other")]
+    for folder in folders:
+        folder.mkdir()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["say one and two", "and then three"][:: -1 if folder.name == "other" else 1] * 40),
+            model_prefix=str(folder / "tokenizer"),
+            vocab_size=300 if folder.name == "other" else 290,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+    shutil.copy(folders[0] / "tokenizer.model", folders[1])
+    (folders[1] / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    assert len({open_tokenizer(str(folder)).digest for folder in folders}) == 3
+    teacher = trained(folders[0], []).run
+    trained(folders[1], ["distill"], distill__weights=str(teacher))
+    with pytest.raises(ConfigError, match=r"distill\.weights: .* was trained with another tokenizer"):
+        trained(folders[2], ["distill"], distill__weights=str(teacher))
