@@ -23,14 +23,32 @@ BASE: dict[str, Any] = {
 DENSE: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "dp3": (3, ["fsdp2"], {"parallel.dp_shard": 3}),
     "ddp2": (2, ["ddp"], {"parallel.dp_replicate": 2}),
+    "tp2": (2, ["tp"], {"parallel.tp": 2}),
     "tp2dp2": (4, ["fsdp2", "tp"], {"parallel.dp_shard": 2, "parallel.tp": 2}),
 }
 EXPERTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
+    "dp2": (2, ["fsdp2", "moe"], {"parallel.dp_shard": 2}),
     "ep2": (2, ["fsdp2", "moe", "ep"], {"parallel.dp_shard": 2, "parallel.ep": 2}),
 }
 
 
-@pytest.mark.parametrize(("plugins", "layouts"), [([], DENSE), (["moe"], EXPERTS)])
+LEFT = ("tp2", "dp2")
+"""CI has these axes beside others."""
+
+
+def kept(layouts: dict[str, Any], *, left: bool) -> dict[str, Any]:
+    return {name: one for name, one in layouts.items() if (name in LEFT) == left}
+
+
+@pytest.mark.parametrize(
+    ("plugins", "layouts"),
+    [
+        ([], kept(DENSE, left=False)),
+        (["moe"], kept(EXPERTS, left=False)),
+        pytest.param([], kept(DENSE, left=True), marks=pytest.mark.extended),
+        pytest.param(["moe"], kept(EXPERTS, left=True), marks=pytest.mark.extended),
+    ],
+)
 def test_one_process_on_any_layout(plugins: list[str], layouts: Any, ranks: Pool, tmp_path: Path) -> None:
     def trained(layout: str = "") -> list[dict[str, Any]]:
         world, more, config = layouts.get(layout, (1, plugins, {}))
