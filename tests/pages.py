@@ -6,7 +6,20 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
+import chat_model
+
 HOW_TO = Path(__file__).parents[1] / "docs" / "how-to"
+
+
+def at_a_desk(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Be in a folder with a cache of its own, a model in `hf` and a text in `texts`."""
+    patch.chdir(folder)
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    chat_model.write_model(folder / "hf")
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_text("say one and then say two\n" * 400, encoding="utf-8")
 
 
 def blocks(page: str, kind: str) -> list[str]:

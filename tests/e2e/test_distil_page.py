@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import chat_model
 from forge_cli import forge
-from pages import blocks, typed
+from pages import at_a_desk, blocks, typed
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.e2e
@@ -19,11 +18,7 @@ SMALL = "run.device=cpu;train.steps=20;train.global_batch=4;train.evaluate_every
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    chat_model.write_model(tmp_path / "hf")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("say one and then say two\n" * 400, encoding="utf-8")
+    at_a_desk(tmp_path, monkeypatch)
     (tmp_path / "student.toml").write_text(blocks(PAGE, "toml")[0], encoding="utf-8")
     commands = typed(PAGE)
     assert [words[0] for words in commands] == ["checkpoint", "train", "generate"]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import chat_model
 from forge_cli import forge
-from pages import blocks, typed
+from pages import at_a_desk, blocks, typed
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.e2e
@@ -18,11 +17,7 @@ SMALL = "run.device=cpu;train.steps=4;train.global_batch=4;train.sequence=64;tra
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    chat_model.write_model(tmp_path / "hf")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("say one and then say two\n" * 400, encoding="utf-8")
+    at_a_desk(tmp_path, monkeypatch)
     (config,) = blocks(PAGE, "toml")
     for long, short in (("steps = 100", "steps = 1"), ("tokens = 2e6", "tokens = 768")):
         assert long in config
