@@ -72,7 +72,7 @@ class BlockTensor(Tensor):
         values = self.format.decode(self.parts, self.dtype)
         return values.mT if self.turned else values.view(self.shape)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has a keyword, which its stub calls `Any`
         return f"BlockTensor({[*self.shape]}, {self.format.kind}, block={self.format.block}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -93,7 +93,7 @@ class BlockTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has what switches it off
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
