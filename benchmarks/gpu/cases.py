@@ -38,7 +38,8 @@ def _attention() -> list[Case]:
     for kernel in ("eager", "flash", "flex", "varlen"):
         for precision in ("fp32", "bf16", "fp16"):
             arguments = {"kernel": kernel, "precision": precision}
-            found.append(Case(f"attention-{kernel}-{precision}", "attention:check", arguments, seconds=90))
+            seconds = 180 if kernel == "flex" else 90  # it compiles each of its kernels
+            found.append(Case(f"attention-{kernel}-{precision}", "attention:check", arguments, seconds=seconds))
     for backend in ("auto", "flash", "efficient", "cudnn", "math"):
         for precision in ("fp32", "bf16", "fp16"):
             arguments = {"kernel": "sdpa", "precision": precision, "backend": backend}
@@ -53,14 +54,19 @@ def _products() -> list[Case]:
         found.append(Case(f"products-fp8-{recipe}", "products:linear", {"recipe": recipe}))
         found.append(Case(f"products-fp8-experts-{recipe}", "products:experts", {"recipe": recipe}, gpus=1))
     found.append(Case("products-fp8-deepseek", "products:linear", {"recipe": "deepseek"}, gpus=1))
-    return [*found, Case("states-narrow", "products:states")]
+    codes = [Case(f"products-codes-{kind}", "products:codes", {"kind": kind}) for kind in ("nf4", "int8")]
+    return [*found, *codes, Case("states-narrow", "products:states")]
 
 
 def _runs() -> list[Case]:
+    fresh = {"train.init_missing": "[]", "checkpoint.only": "[]"}  # the base is drawn, as no checkpoint is here
+    coded = {"lora.base": "nf4", "lora.base_block": 32, **fresh}
     found = [
         Case("verify-fp32", "runs:against_cpu", {"precision": "fp32"}, seconds=90),
         Case("verify-bf16", "runs:against_cpu", {"precision": "bf16"}, seconds=90),
         Case("verify-moe", "runs:against_cpu", {"precision": "fp32", "plugins": "moe"}, seconds=90),
+        Case("verify-lora", "runs:against_cpu", {"precision": "fp32", "plugins": "lora", "values": fresh}, seconds=90),
+        Case("verify-qlora", "runs:against_cpu", {"precision": "fp32", "plugins": "lora", "values": coded}, seconds=90),
     ]
     for kernel in ("sdpa", "varlen", "flex", "flash"):
         for ac in (False, True):
@@ -87,6 +93,8 @@ def _runs() -> list[Case]:
         Case("one-rank-offload", "runs:one_rank", {"offload": True}, gpus=1),
         Case("peak-plain", "runs:peak", gpus=1, alone=True),
         Case("peak-ac", "runs:peak", {"plugins": ["ac"]}, gpus=1, alone=True),
+        Case("peak-lora", "runs:peak", {"plugins": ["lora"], **fresh}, gpus=1, alone=True),
+        Case("peak-qlora", "runs:peak", {"plugins": ["lora"], "lora.base": "nf4", **fresh}, gpus=1, alone=True),
     ]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_train_kit.model.block_codes import BlockTensor
+from forge_train_kit.model.block_format import BlockFormat, Kind
 from forge_train_kit.optim.quantised import Codes
 from forge_train_kit.optim.stochastic import rounded
 from forge_train_plugins.precision._low_precision import kernels, recipes
@@ -91,6 +93,29 @@ def states(size: Size) -> list[Row]:
         rows.append(
             Row(f"states in {bits} bits: other codes", f"{share:.1e}", "≤ 1.0e-04", share <= 1e-4 and most <= 1)
         )
+    return rows
+
+
+def codes(size: Size, kind: Kind) -> list[Row]:
+    """A frozen weight in codes: the device's against the CPU's, and products with it against those with its values."""
+    outputs, inputs = size.choose((4096, 4096), (48, 128))
+    x, weight, gradient = draw(torch.device(size.device), (127, inputs), (outputs, inputs), (127, outputs))
+    rows = []
+    for double in (False, True):
+        format, name = BlockFormat(kind, double=double), f"{kind}{', double scales' * double}"
+        found, right = (format.encode(one)[0].cpu().int() for one in (weight, weight.cpu()))
+        share = (found != right).double().mean().item()
+        rows.append(Row(f"{name}: other codes", f"{share:.1e}", "≤ 1.0e-04", share <= 1e-4))
+        held = BlockTensor.of(weight, format)
+        size_of = sum(one.nbytes for one in held.parts) / weight.numel()
+        rows.append(Row(f"{name}: bytes a value", f"{size_of:.3f}", "—", True))
+        dirty(x.device)
+        both = []
+        for one in (held, held.plain()):
+            a = x.detach().requires_grad_()
+            out = torch.nn.functional.linear(a, one)
+            both.append([out.detach(), *torch.autograd.grad(out, a, gradient)])
+        rows.append(compare(f"{name}: 127 × {inputs} → {outputs}", *both))
     return rows
 
 

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,9 @@ def verified(name: str, arguments: list[str]) -> list[Row]:
     return [*rows, Row(f"{name}: exit code", str(done.returncode), "0", done.returncode == 0)]
 
 
-def against_cpu(size: Size, precision: str, plugins: str = "") -> list[Row]:
+def against_cpu(size: Size, precision: str, plugins: str = "", values: Mapping[str, Any] | None = None) -> list[Row]:
     """`forge verify --against run.device=cpu`: the same steps on the device and on the CPU."""
-    values = {
+    own = {
         "decoder.dim": size.choose(128, 64),
         "decoder.layers": 2,
         "decoder.heads": 2,
@@ -78,10 +78,14 @@ def against_cpu(size: Size, precision: str, plugins: str = "") -> list[Row]:
     }
     # On a CPU alone, another way to cut the same batch is what it is compared with.
     against = "run.device=cpu" if size.device == "cuda" else "train.micro_batch=1"
-    sets = [word for key, value in values.items() for word in ("-s", f"{key}={value}")]
+    sets = [word for key, value in (own | (values or {})).items() for word in ("-s", f"{key}={value}")]
     names = ",".join(("synthetic", *([plugins] if plugins else [])))
-    name = f"{names.partition(',')[2] or 'dense'} in {precision}, against {against}"
+    name = f"{names.partition(',')[2] or 'dense'}{_base(values or {})} in {precision}, against {against}"
     return verified(name, ["-p", names, "--against", against, "--steps", "3", *sets])
+
+
+def _base(values: Mapping[str, Any]) -> str:
+    return f" on {values['lora.base']}" if "lora.base" in values else ""
 
 
 class Graphs(Plugin):
@@ -267,7 +271,5 @@ def peak(size: Size, plugins: tuple[str, ...] = (), **values: Any) -> list[Row]:
     torch.cuda.reset_peak_memory_stats()
     with folder() as one:
         train(resolve(Request(plugins=names, set=tuple(words[1::2]))), run_dir=one, resume="never")
-    ratio = torch.cuda.max_memory_allocated() / planned
-    return [
-        Row(f"peak memory / planned, {' '.join(plugins) or 'plain'}", f"{ratio:.3f}", "0.9 to 1.1", 0.9 <= ratio <= 1.1)
-    ]
+    ratio, name = torch.cuda.max_memory_allocated() / planned, f"{' '.join(plugins) or 'plain'}{_base(values)}"
+    return [Row(f"peak memory / planned, {name}", f"{ratio:.3f}", "0.9 to 1.1", 0.9 <= ratio <= 1.1)]
