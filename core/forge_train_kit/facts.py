@@ -16,7 +16,7 @@ from .source import Source
 if TYPE_CHECKING:
     from forge_train import Job
 
-__all__ = ["Fact", "adapters"]
+__all__ = ["Fact", "tuners"]
 
 FactValue = bool | int | float | str | tuple[str, ...]
 _T = TypeVar("_T", bound=FactValue)
@@ -89,12 +89,17 @@ ARCHITECTURES = Fact(
     "about an unknown architecture names the plugins that know it.",
     literal=True,
 )
+TUNES = Fact(
+    "hf.tunes",
+    bool,
+    "True if the plugin says what of a trained model is trained, or adds parameters to it. `forge train FOLDER` "
+    "imports the folder without it, and trains with it. A teacher or a reference is built without it.",
+    literal=True,
+)
 ADDS = Fact(
     "hf.adds",
     bool,
-    "True if the plugin only adds parameters to a trained model. A folder holds none of them, so `forge train FOLDER` "
-    "imports it without the plugin, and trains with it. A teacher or a reference is built without it.",
-    literal=True,
+    "True if such a plugin adds parameters: a run that starts from a run with them has them too.",
 )
 SWITCHES = Fact(
     "hf.switches",
@@ -112,12 +117,17 @@ ADAPTERS = Fact(
 )
 
 
-def adapters(job: Job) -> tuple[str, ...]:
-    """Return the enabled plugins that only add parameters to a trained model (the fact `hf.adds`).
+def tuners(job: Job, *, adding: bool = False) -> tuple[str, ...]:
+    """Return the enabled plugins that tune a trained model (the fact `hf.tunes`).
 
-    An extra model of trained weights is built without them: `ExtraModel(…, without=adapters(job))`.
+    An extra model of trained weights is built without them: `ExtraModel(…, without=tuners(job))`.
+
+    Args:
+        job: the run's.
+        adding: return those alone that add parameters (`hf.adds`).
     """
-    return tuple(name for name, one in job.hooks.enabled.items() if ADDS.of(one.cls))
+    fact = ADDS if adding else TUNES
+    return tuple(name for name, one in job.hooks.enabled.items() if fact.of(one.cls))
 
 
 WEIGHS_LABELS = Fact(

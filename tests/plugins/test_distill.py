@@ -116,6 +116,17 @@ def test_a_student_comes_near_its_teacher_and_resumes(run_forge: RunForge, tmp_p
         assert torch.equal(mine, other)
 
 
+def test_a_teacher_knows_nothing_of_what_its_student_freezes(run_forge: RunForge, tmp_path: Path) -> None:
+    """A pattern matches the student alone, which has more layers."""
+    teacher = run_forge([], {"decoder.layers": 1}, steps=1, folder=tmp_path / "teacher")
+    settings = {"distill.weights": str(teacher.run), "distill.teacher": {"decoder": {"layers": 1}}}
+    tuned = {"freeze.parameters": ["layers.1.*"]}
+    student = run_forge(["distill", "freeze"], settings | tuned, steps=1, folder=tmp_path / "student")
+    frozen = [name for name, one in student.model.named_parameters() if not one.requires_grad]
+    assert frozen
+    assert all(name.startswith("layers.1.") for name in frozen)
+
+
 def test_without_a_teacher_it_is_refused(run_forge: RunForge) -> None:
     with pytest.raises(ConfigError, match="distill.weights: is required: the teacher's run or its checkpoint."):
         run_forge(["distill"], {}, steps=2)

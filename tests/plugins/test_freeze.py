@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import chat_model
+from forge_cli import forge
 from forge_train import ConfigError
 from forge_train.checkpoint.checkpoint import shapes
 from forge_train_tools.offline.opening import open_model
@@ -65,3 +67,27 @@ def test_a_tied_weight_goes_by_any_of_its_names(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path, parameters: tuple[str, ...], but: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         frozen(tmp_path, *parameters, but=but)
+
+
+def test_a_published_model_is_imported_without_it(tmp_path: Path) -> None:
+    chat_model.write_model(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("say one two three\n" * 200)
+    short = ("train.steps=2", "train.global_batch=2", "train.sequence=16", "train.evaluate_every=0", "run.device=cpu")
+    words = [word for one in (*short, f"text.path={tmp_path / 'text.txt'}") for word in ("-s", one)]
+    chosen = ("-s", "freeze.parameters=['*']", "-s", "freeze.but=['head.*']")
+    done = forge("train", tmp_path / "model", "-p", "freeze", *words, *chosen, "--run-dir", tmp_path / "runs")
+    assert done.code == 0, done.err
+    (path,) = (tmp_path / "runs").glob("*/checkpoints/step-00000002")
+    before, after = (open_model(one, text=False).model.state_dict() for one in (tmp_path / "model", path))
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["head.weight"]
+
+
+def test_a_run_that_starts_from_one_with_it_says_itself_what_is_frozen(tmp_path: Path) -> None:
+    first = frozen(tmp_path / "first", "layers.*").run
+    words = ("freeze.parameters=['embedding.*']", "train.steps=1", "train.global_batch=2", "train.evaluate_every=0")
+    settings = [word for one in (*words, "run.device=cpu") for word in ("-s", one)]
+    done = forge("train", "--from", first, "-p", "synthetic,freeze", *settings, "--run-dir", tmp_path / "runs")
+    assert done.code == 0, done.err
+    (path,) = (tmp_path / "runs").glob("*/checkpoints/step-00000001")
+    before, after = (open_model(one, text=False).model.state_dict() for one in (first, path))
+    assert [name for name in before if torch.equal(before[name], after[name])] == ["embedding.weight"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from forge_train.base.errors import ConfigError
 from forge_train.registry.discovery import discover, plugin_name
 from forge_train.store.manifest import EDITABLE
-from forge_train_kit.facts import ADDS
+from forge_train_kit.facts import TUNES
 
 from ..configuration.request import Request, lay
 
@@ -23,7 +23,7 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None], token
     """The request with the configuration of the folder's checkpoint, which is made first if it does not exist.
 
     If another process is importing the same folder, this one waits for it. Changed files or other plugins make another
-    checkpoint; those that only add parameters to a model (`hf.adds`) take no part in the import.
+    checkpoint; those that tune a trained model (`hf.tunes`) take no part in it.
 
     Args:
         request: its `config` is a folder in Hugging Face layout.
@@ -43,8 +43,8 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None], token
         for file in sorted(source.iterdir())
         if file.is_file() and (stat := file.stat())
     ]
-    adding = {one.name for one in discover() if ADDS.read(one)}
-    plugins = tuple(one for one in request.plugins if plugin_name(one) not in adding)
+    tuning = {one.name for one in discover() if TUNES.read(one)}
+    plugins = tuple(one for one in request.plugins if plugin_name(one) not in tuning)
     tokens = (*tokens, *settings_of(dataclasses.replace(request, config="")))
     made_of = repr((str(source), stamps, sorted(plugins), sorted(request.without), *tokens))
     name = f"{source.name}-{hashlib.blake2b(made_of.encode(), digest_size=4).hexdigest()}"

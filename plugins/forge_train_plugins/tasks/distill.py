@@ -53,9 +53,9 @@ class Distill(Plugin):
 
     @hookimpl
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
-        from forge_train_kit.facts import adapters
+        from forge_train_kit.facts import tuners
 
-        yield ExtraModel("teacher", self.config.teacher, self.config.weights, without=adapters(job))
+        yield ExtraModel("teacher", self.config.teacher, self.config.weights, without=tuners(job))
 
     @hookimpl
     def on_start(self, job: Job) -> None:

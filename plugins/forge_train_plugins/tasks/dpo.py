@@ -82,7 +82,7 @@ class DPO(Plugin):
         reference: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         """Sections of the reference that differ from the model's, as in `[dpo.reference.decoder]`."""
         without: tuple[str, ...] = ()
-        """Plugins that take no part in the reference. Those that add an adapter to the model never do."""
+        """Plugins that take no part in the reference. Those that tune a model, as `lora` does, never do."""
         stored: Annotated[str, FilePath(), Volatile()] = ""
         """File of the reference's log-probabilities. If it doesn't exist, the first step computes it for all pairs; a
         run that finds it loads no reference, so it needs neither its memory nor its time, and may be a pipeline."""
@@ -149,12 +149,12 @@ class DPO(Plugin):
 
     @hookimpl
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
-        from forge_train_kit.facts import adapters
+        from forge_train_kit.facts import tuners
 
         if self._compares and not self._is_own_reference(job) and not job.dist.on_main(self._is_stored):
             mine = self.config
             weights = mine.weights or job.config.train.init_from
-            yield ExtraModel(REFERENCE, mine.reference, weights, without=(*mine.without, *adapters(job)))
+            yield ExtraModel(REFERENCE, mine.reference, weights, without=(*mine.without, *tuners(job)))
 
     def _is_stored(self) -> bool:
         return bool(self.config.stored) and Path(self.config.stored).is_file()
@@ -178,9 +178,9 @@ class DPO(Plugin):
 
     def _is_own_reference(self, job: Job) -> bool:
         """True if the reference is the model itself, with the updates of its adapters switched off."""
-        from forge_train_kit.facts import SWITCHES, adapters
+        from forge_train_kit.facts import SWITCHES, tuners
 
-        mine, added = self.config, adapters(job)
+        mine, added = self.config, tuners(job, adding=True)
         switches = all(SWITCHES.of(job.hooks.enabled[name].cls) for name in added)
         return bool(added) and switches and not (mine.weights or mine.reference or mine.without or mine.stored)
 

@@ -42,7 +42,11 @@ class Freeze(Plugin):
     api = (1, 0)
     provides = ("freeze",)
     conflicts = ("lora",)
-    facts = {"plan.per_unit": True, "check.example": ("freeze.parameters=['*weight']", "freeze.but=['head.*']")}
+    facts = {
+        "plan.per_unit": True,
+        "hf.tunes": True,
+        "check.example": ("freeze.parameters=['*weight']", "freeze.but=['head.*']"),
+    }
 
     @section
     class Config:

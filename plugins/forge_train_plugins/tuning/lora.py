@@ -42,6 +42,7 @@ class LoRA(Plugin):
     provides = ("lora",)
     facts = {
         "plan.per_unit": True,
+        "hf.tunes": True,
         "hf.adds": True,
         "hf.switches": True,
         "hf.adapters": ("LORA",),

@@ -18,7 +18,7 @@ class NewRows(Plugin):
     """
 
     api = (1, 0)
-    facts = {"plan.per_unit": True, "check.example": ("new_rows.ids=[1,5]",)}
+    facts = {"plan.per_unit": True, "hf.tunes": True, "check.example": ("new_rows.ids=[1,5]",)}
 
     @section
     class Config:
