@@ -22,18 +22,26 @@ IDS = list(range(3, 20))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base, the same as a checkpoint, two adapters of it and one of a narrower model."""
+    """A folder with a base, the same as a checkpoint, and three adapters of it, one with magnitudes and patterns."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("adapters")
     chat_model.write_model(folder / "base")
     import_checkpoint(folder / "base", folder / "checkpoint")
-    for number, (name, targets) in enumerate((("a", "all-linear"), ("b", ["q_proj", "down_proj"]))):
+    stretched = {"use_dora": True, "rank_pattern": {"q_proj": 1}, "alpha_pattern": {r"layers\.0\..*": 2}}
+    adapters: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+        ("a", "all-linear", {}),
+        ("b", ["q_proj", "down_proj"], {}),
+        ("c", ["q_proj", "down_proj"], stretched),
+    )
+    for number, (name, targets, more) in enumerate(adapters):
         torch.manual_seed(number)
         base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
-        made = peft.get_peft_model(base, peft.LoraConfig(r=2 + number, lora_alpha=5, target_modules=targets))
+        made = peft.get_peft_model(base, peft.LoraConfig(r=2 + number, lora_alpha=5, target_modules=targets, **more))
         with torch.no_grad():
             for one_name, one in made.named_parameters():
-                if "lora_" in one_name:
+                if "magnitude" in one_name:
+                    one.mul_(1 + 0.2 * torch.randn(one.shape))
+                elif "lora_" in one_name:
                     one.normal_(std=0.3)
         made.save_pretrained(folder / name)
     return folder
@@ -63,7 +71,7 @@ def by_peft(models: Path, factors: dict[str, float]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("base", ["base", "checkpoint"])
-@pytest.mark.parametrize("factors", [{"a": 1.0}, {"a": 0.5, "b": -2.0}], ids=["one", "two"])
+@pytest.mark.parametrize("factors", [{"a": 1.0}, {"a": 0.5, "b": -2.0}, {"a": 0.5, "c": 0.7}])
 def test_logits_are_those_of_peft(models: Path, base: str, factors: dict[str, float]) -> None:
     adapters = {str(models / name): factor for name, factor in factors.items()}
     found = open_model(models / base, adapters=adapters).logits(IDS)

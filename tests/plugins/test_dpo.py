@@ -288,6 +288,21 @@ def test_a_reference_with_its_adapter_on_is_told(
         trained(run_forge, tmp_path, steps=4, plugins=["lora"], **more)
 
 
+def test_a_run_that_begins_with_updates_is_not_its_own_reference(
+    run_forge: RunForge, base: str, tmp_path: Path
+) -> None:
+    """Without updates it is the base, and not the tuned model that it starts from."""
+    more = {"adamw__lr": 1e-2, "train__init_from": base}
+    first = trained(run_forge, tmp_path, steps=2, plugins=["lora"], **more, checkpoint__only=[]).run
+    again = {"train__init_from": str(first), "train__init_missing": [], "checkpoint__only": []}
+    with pytest.raises(
+        ConfigError, match=r"dpo\.weights: the reference is the model without its updates, and the run be"
+    ):
+        trained(run_forge, tmp_path, name="again", steps=1, plugins=["lora"], **again)
+    trained(run_forge, tmp_path, name="r", steps=4, stop_at=2, plugins=["lora"], **more)
+    assert trained(run_forge, tmp_path, name="r", steps=4, plugins=["lora"], **more).finished.step == 4  # resumed
+
+
 def test_what_is_trained_beside_updates_needs_a_copy(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     more = {"train__init_from": base, "train__init_missing": ["*lora_*"], "checkpoint__only": []}
     message = r"dpo\.weights: the reference is the model without its updates, and norm is trained beside them; name"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import chat_model
@@ -243,51 +241,6 @@ def test_peft_loads_the_adapter_alone(tmp_path: Path, linears: tuple[str, ...], 
         )
 
 
-def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
-    """It begins with the stored factors, and is written again as it was."""
-    first = trained(tmp_path / "one", "lora.rank=4", "lora.alpha=6.0", "lora.modules=['*.q', '*.down', 'embedding']")
-    export_adapter(first, tmp_path / "adapter")
-    folder = f"lora.adapter={tmp_path / 'adapter'}"
-    second = trained(tmp_path / "two", folder, "train.steps=1", "adamw.lr=1e-30", "adamw.weight_decay=0")
-    export_adapter(second, tmp_path / "again")
-    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "again"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(one, after[name]) for name, one in before.items())
-    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("adapter", "again")]
-    assert configs[0] | {"base_model_name_or_path": ""} == configs[1] | {"base_model_name_or_path": ""}
-    for change, says in (
-        ({"use_dora": True}, "use_dora is True, which lora can't continue"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which lora can't continue"),
-        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\], which lora can't continue"),
-        ({"a_key_of_tomorrow": {"a": 1}}, r"a_key_of_tomorrow is \{'a': 1\}, which lora can't continue"),
-        ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern is \{'q_proj': 2\}, which lora can't continue"),
-        ({"r": 3}, r"lora\.rank: .* holds 4 rows for 'embedding', and the run has 3"),
-    ):
-        (tmp_path / "again" / "adapter_config.json").write_text(json.dumps(configs[1] | change))
-        with pytest.raises(ConfigError, match=says):
-            started(tmp_path / "one" / "hf", f"lora.adapter={tmp_path / 'again'}")
-    with pytest.raises(ConfigError, match=r"lora\.modules: has no effect with lora\.adapter"):
-        started(tmp_path / "one" / "hf", folder, "lora.modules=['*.q']")
-    with pytest.raises(ConfigError, match=r"lora\.dora: can't be added to the updates of lora\.adapter"):
-        started(tmp_path / "one" / "hf", folder, "lora.dora=true")
-
-
-def test_an_embedding_of_peft_is_continued(tmp_path: Path) -> None:
-    """Beside its update, PEFT stores the base's weights."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    chat_model.write_model(tmp_path / "hf")
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"]))
-    for name, one in theirs.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(one, 0, 0.2)
-    theirs.save_pretrained(tmp_path / "adapter")
-    assert any(name.endswith("base_layer.weight") for name in load_file(tmp_path / "adapter/adapter_model.safetensors"))
-    _, model = started(tmp_path / "hf", f"lora.adapter={tmp_path / 'adapter'}")
-    ids = torch.arange(24).view(2, 12)
-    torch.testing.assert_close(logits(model, ids), theirs(ids).logits, rtol=0, atol=2e-5)
-
-
 def test_an_adapter_of_fused_projections_has_no_place(tmp_path: Path, base: Path) -> None:
     """By `export_adapter`, which is not told of them."""
     factors = {"up.lora_A": ((2, 4), torch.float32), "up.lora_B": ((4, 2), torch.float32)}
@@ -332,7 +285,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path: Path, kind: str, rslor
     for one in (found, expected):
         nn.functional.cross_entropy(one.flatten(0, 1), (ids.flatten() + 1) % 50).backward()
     for name, (one, other) in pairs.items():
-        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6, msg=name)
+        assert (other.grad - one.grad).norm() <= 1e-5 * one.grad.norm(), name
 
 
 def paired(theirs: nn.Module, model: Model) -> Any:

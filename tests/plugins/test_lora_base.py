@@ -99,7 +99,7 @@ def test_merged_weights_of_a_base_in_bf16_are_rounded_once(tmp_path: Path) -> No
 
 def test_rows_with_magnitudes_too(tmp_path: Path) -> None:
     """Magnitudes begin as lengths of the decoded rows."""
-    run = trained(tmp_path, *NF4, "lora.dora=true")
+    run = trained(tmp_path, *NF4, "lora.dora=true", "adamw.lr=0.02")  # at 0.05, logits differ by more in rounding
     export_checkpoint(run, tmp_path / "out")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():

@@ -29,7 +29,7 @@ from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .samples import gather_samples
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
 from .tiled import LargestLogit, TiledAttention
-from .updates import without_updates
+from .updates import updated_already, without_updates
 
 __all__ = [
     "POOLING",
@@ -72,5 +72,6 @@ __all__ = [
     "row_log_probabilities",
     "sum_in_chunks",
     "sum_of_slices",
+    "updated_already",
     "without_updates",
 ]

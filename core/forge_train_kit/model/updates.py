@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from forge_train import Model
 
 
 class Updated(Protocol):
@@ -15,6 +18,9 @@ class Updated(Protocol):
 
     updates_on: bool
     """Its forward adds the updates. `without_updates` makes it False for a while."""
+
+    def updates_are_zero(self) -> bool:
+        """Return True if the updates, as far as this rank has them, change nothing so far."""
 
 
 @contextmanager
@@ -35,6 +41,11 @@ def without_updates(part: nn.Module) -> Iterator[None]:
             one.updates_on = True
         for module in training:
             module.training = True
+
+
+def updated_already(model: Model) -> list[str]:
+    """Names of the modules whose updates change something: before the first step, those of a tuned model."""
+    return [name for name, one in model.named_modules() if _is_updated(one) and not one.updates_are_zero()]
 
 
 def _is_updated(module: object) -> TypeGuard[Updated]:

@@ -27,7 +27,7 @@ from forge_train.config.schema import FilePath
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Job, Metric, Model, StepResult
+    from forge_train import Job, Metric, Model, StepResult, Update
     from forge_train.config import Config as RunConfig
 
     from ._dpo import AnswerPairs
@@ -92,6 +92,7 @@ class DPO(Plugin):
     config: Config
     _observed: Mapping[str, Metric] | None = None
     _task: AnswerPairs
+    _model: Model
     _stored: StoredReference | None = None
 
     @classmethod
@@ -202,6 +203,7 @@ class DPO(Plugin):
         """
         from forge_train_kit.model_files import expect_same_words
 
+        self._model = model
         if self._compares and self._is_own_reference(job):
             self._check_trained(model)
         if (reference := job.models.get(REFERENCE)) is None:
@@ -213,6 +215,25 @@ class DPO(Plugin):
                 "must be equal."
             )
         expect_same_words(job, job.extra[REFERENCE].spec.weights, "dpo.weights")
+
+    @hookimpl
+    def on_gradients(self, update: Update) -> None:
+        """See that a model that is its own reference begins as the reference.
+
+        Raises:
+            ConfigError: it begins with updates.
+        """
+        from forge_train.base.format import format_list
+        from forge_train_kit.model import updated_already
+
+        taken = all(one.grad is None for one in update.parameters)  # by an optimizer that steps in the backward pass
+        if update.step == 1 and self._task.own_reference and not taken and (found := updated_already(self._model)):
+            raise ConfigError(
+                f"dpo.weights: the reference is the model without its updates, and the run begins with some of "
+                f"{format_list(found, 2)}, so it is not where the run starts. Export the tuned model merged (forge "
+                "checkpoint export) and start from that, or name a reference.",
+                key="dpo.weights",
+            )
 
     @hookimpl
     def on_step(self, step: StepResult) -> None:

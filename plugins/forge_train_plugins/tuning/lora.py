@@ -102,8 +102,8 @@ class LoRA(Plugin):
         for key in ("modules", "groups") if self.config.adapter else ():
             if getattr(self.config, key):
                 yield Problem(f"lora.{key}", "has no effect with lora.adapter, which names its weights itself.")
-        if self.config.dora and self.config.adapter:
-            yield Problem("lora.dora", "can't be added to the updates of lora.adapter, which have no magnitudes.")
+        if self.config.adapter:
+            yield from self._check_adapter()
         for key in ("base_block", "base_double") if not self.config.base else ():
             if getattr(self.config, key) != getattr(type(self.config)(), key):
                 yield Problem(f"lora.{key}", "has no effect without lora.base.")
@@ -112,6 +112,14 @@ class LoRA(Plugin):
         for group in self.config.groups:
             if group.rank is None and group.alpha is None:
                 yield Problem("lora.groups", f"{group.match!r} changes nothing; set its rank or its alpha.")
+
+    def _check_adapter(self) -> Iterator[Problem]:
+        from ._lora.folder import Folder
+
+        for key, value in Folder(self.config.adapter).implied.items():
+            name = key.removeprefix("lora.")
+            if name != "dropout" and getattr(self.config, name) != value:
+                yield Problem(key, f"is {value!r} in {self.config.adapter}, and can't be changed.")
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform:
@@ -124,13 +132,14 @@ class LoRA(Plugin):
     def merge_weights(self, job: Job) -> StateMap:
         from ._lora.merge import Merge
 
-        return Merge(self.config)
+        return Merge(self.config, self._adapters.sizes)
 
     @hookimpl
     def export_adapter(self, modules: Mapping[str, str], job: Job) -> HFAdapter:
         from ._lora.peft import adapter
 
-        return adapter(self.config, job, self._adapters.adapted, self._adapters.stored, modules, self._adapters.tuned)
+        own = self._adapters
+        return adapter(self.config, own.sizes, job, own.adapted, own.stored, modules, own.tuned)
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:

@@ -21,7 +21,7 @@ from forge_train_kit.state_map.views import Stored
 from .base import encode
 from .folder import Folder
 from .layers import Adapted, LowRank, adapt
-from .sizes import format_of, size
+from .sizes import Sizes, format_of
 from .sources import Source, sources
 from .targets import MAGNITUDE, Target, targets
 
@@ -37,6 +37,7 @@ class Adapters:
     def __init__(self, config: LoRA.Config, job: Job) -> None:
         self.config, self.job = config, job
         self.folder = Folder(config.adapter) if config.adapter else None
+        self.sizes = Sizes(config)
         self._found: list[str] = []
         self._placed: set[str] = set()
         self._unchecked: dict[str, nn.Parameter | None] = {}
@@ -60,7 +61,8 @@ class Adapters:
         part.requires_grad_(False)
         self.stored |= {name: Stored(tuple(one.shape), one.dtype, name) for name, one in part.named_parameters()}
         found = targets(part)
-        given = sources(self.folder, self.job, self.stored, self.config) if self.folder else {}
+        given = sources(self.folder, self.job, self.stored) if self.folder else {}
+        self.sizes.given |= {name: one.size for name, one in given.items()}
         taken = [name for name in found if (name in given if self.folder else self._takes(found[name], part))]
         self._placed |= {given[name].key for name in taken if name in given}
         self._found += found
@@ -74,7 +76,7 @@ class Adapters:
         self._tune(part, {found[name].module for name in taken})
         more = (MAGNITUDE,) if self.config.dora else ()
         added = tuple(_path(found[name], one) for name in taken for one in (*found[name].factors, *more))
-        ranks = sorted({size(self.config, name)[0] for name in taken})
+        ranks = sorted({self.sizes.of(name)[0] for name in taken})
         return Applied(
             part,
             tuple(taken),
@@ -182,7 +184,7 @@ class Adapters:
             )
 
     def _adapt(self, target: Target, source: Source | None) -> None:
-        name, (rank, scale) = target.name, size(self.config, target.name)
+        name, (rank, scale) = target.name, self.sizes.of(target.name)
         *_, rows, columns = target.weight.shape
         if rank > min(rows, columns):
             raise ConfigError(
@@ -200,7 +202,7 @@ class Adapters:
             )
         dropout = Dropout(self.config.dropout, self.job, f"{name}.lora") if self.config.dropout else None
         if source is not None:
-            source.check(name, rank, rows, columns)
+            source.check(name, rows, columns)
         adapt(
             target,
             rank,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -16,10 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-FACTOR = re.compile(re.escape(PREFIX) + r"(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
+FACTOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB])|(magnitude)_vector)")
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (None, False),
     "bias": (None, "none"),
     "modules_to_save": (None, []),
     "fan_in_fan_out": (None, False),
@@ -28,7 +26,18 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),  # others change the base
 }
 """Key of `adapter_config.json` → the values that are understood here."""
-READ = ("r", "lora_alpha", "use_rslora", "lora_dropout", "rank_pattern", "alpha_pattern", "target_parameters")
+READ = (
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "lora_dropout",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+)
+OPTIONS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora", "dropout": "lora_dropout"}
+"""Option of `lora` → key of `adapter_config.json`."""
 HARMLESS = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the tensors have their names
@@ -61,19 +70,15 @@ class Folder:
         for key in self.config.keys() - {*PLAIN, *READ, *HARMLESS}:
             if self.config[key]:
                 raise _unknown(file, key, self.config[key])
-        for key in ("rank_pattern", "alpha_pattern"):
-            if not all(any(re.fullmatch(one, name) for name in self.parameters) for one in self.config.get(key) or ()):
-                raise _unknown(file, key, self.config[key])
 
     @property
     def implied(self) -> dict[str, Any]:
         """Options that follow from it."""
-        keys = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dropout": "lora_dropout"}
-        return {f"lora.{own}": self.config[key] for own, key in keys.items() if key in self.config}
+        return {f"lora.{own}": self.config[key] for own, key in OPTIONS.items() if self.config.get(key) is not None}
 
     @cached_property
     def _names(self) -> dict[tuple[str, str], str]:
-        """Module and factor, `A` or `B` → name of the tensor."""
+        """Module and factor, `A`, `B` or `magnitude` → name of the tensor."""
         from safetensors import safe_open
 
         with safe_open(self.tensors, "pt") as file:
@@ -84,7 +89,9 @@ class Folder:
             raise ConfigError(
                 f"lora.adapter: {self.tensors} holds {odd[0]!r}, which lora can't continue.", key="lora.adapter"
             )
-        return {(match[1], match[2] or match[3]): name for name, match in found.items() if match is not None}
+        return {
+            (match[1], match[2] or match[3] or match[4]): name for name, match in found.items() if match is not None
+        }
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -92,21 +99,23 @@ class Folder:
         return tuple(module for module, factor in self._names if factor == "A")
 
     def read(self, module: str, factor: str) -> Tensor:
-        """A factor of an update, `A` or `B`, in fp32."""
+        """A factor of an update, `A` or `B`, or its `magnitude`, in fp32."""
         from safetensors import safe_open
 
+        if (name := self._names.get((module, factor))) is None:
+            raise ConfigError(f"lora.adapter: {self.tensors} holds no {factor} of {module!r}.", key="lora.adapter")
         with safe_open(self.tensors, "pt") as file:
-            found: Tensor = file.get_tensor(self._names[module, factor]).float()
+            found: Tensor = file.get_tensor(name).float()
         return found
 
-    def scale(self, parameter: str) -> float:
-        """The scale of the update of a stack of experts."""
-        rank, alpha = self._size("rank_pattern", "r", parameter), self._size("alpha_pattern", "lora_alpha", parameter)
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+    def size(self, name: str) -> tuple[int, float]:
+        """Rank and alpha of the update of a module or a parameter."""
+        return int(self._found("rank_pattern", "r", name)), self._found("alpha_pattern", "lora_alpha", name)
 
-    def _size(self, patterns: str, key: str, parameter: str) -> float:
+    def _found(self, patterns: str, key: str, name: str) -> float:
         table: Mapping[str, float] = self.config.get(patterns) or {}
-        return next((value for one, value in table.items() if re.fullmatch(one, parameter)), self.config.get(key, 8))
+        hits = (value for one, value in table.items() if re.match(rf"(.*\.)?({one})$", name))
+        return next(hits, self.config.get(key, 8))
 
 
 def _unknown(file: Path, key: str, value: Any) -> ConfigError:

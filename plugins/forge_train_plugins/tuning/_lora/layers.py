@@ -20,7 +20,7 @@ from .targets import MAGNITUDE, Target
 
 _ops = torch.ops._c10d_functional
 Read = Callable[[str], Tensor]
-"""Reads the first values of a factor, `A` or `B`."""
+"""Reads the first values of a factor, `A` or `B`, or of the `magnitude`."""
 
 
 class Adapted(nn.Module):
@@ -32,6 +32,12 @@ class Adapted(nn.Module):
     lora_scales: Mapping[str, float]
     """Weight → the scale of its update."""
     lr_factors: dict[str, float]
+
+    def updates_are_zero(self) -> bool:
+        """Return True if a factor of each update is zero, and magnitudes are lengths of rows."""
+        moves = {name: bool(local(self.get_parameter(name)).any()) for name in self.lora_initial}
+        pairs = [(name, f"{name[:-1]}B") for name in moves if name.endswith("A")]
+        return not moves.get(MAGNITUDE) and not any(moves[a] and moves[b] for a, b in pairs)
 
     def initial(self, name: str) -> Init | None:
         if name in self.lora_initial:
@@ -59,9 +65,11 @@ class LowRank(Adapted):
 
 class Dora(LowRank):
     """`m / |W + scale · B A| · (W + scale · B A) x` (DoRA, arXiv:2402.09353, eq. 5): `m` and the lengths are of rows,
-    and the lengths get no gradient (section 4.3). The parameter is what `m` has gained over `|W|`: it begins at 0."""
+    and the lengths get no gradient (section 4.3). The parameter is `m`, if that is given, or what `m` has gained over
+    `|W|`, which begins at 0."""
 
     lora_magnitude: nn.Parameter
+    lora_is_given: bool
     lora_adds_bias: bool
     lora_group: str
     """The group of ranks that have some columns of each row; empty if a rank has all of them."""
@@ -71,7 +79,8 @@ class Dora(LowRank):
         if not self.updates_on:
             return out
         before, now = self._lengths()
-        stretch: Tensor = ((before + local(self.lora_magnitude)) / now).to(out.dtype)
+        own = local(self.lora_magnitude)
+        stretch: Tensor = ((own if self.lora_is_given else before + own) / now).to(out.dtype)
         if not self.lora_adds_bias:
             return out * stretch
         bias: Tensor = local(self.bias)
@@ -204,6 +213,7 @@ def adapt(
             _replaceable(module)
         if dora:
             module.lora_magnitude = nn.Parameter(_empty((rows,), weight, {0: 0}))
+            module.lora_is_given = read is not None
             module.lora_adds_bias = module.bias is not None and split != 1  # else it is added to the sum over the ranks
             module.lora_group = _mesh(weight).get_group().group_name if split == 1 else ""
         (_dora if dora else _low_rank)(module)
@@ -230,7 +240,8 @@ def _declare(target: Target, scale: float, lr_ratio: float, read: Read | None) -
         starts = {a: Init("zeros"), b: Init("normal", 1.0)}
     else:  # uniform within ± 1/√in
         starts = {a: Init("uniform", 1 / math.sqrt(3 * target.weight.shape[-1])), b: Init("zeros")}
-    starts[MAGNITUDE] = Init("zeros")
+    if isinstance(module, Dora):
+        starts[MAGNITUDE] = Init("zeros") if read is None else Init("given", values=_reading(read, "magnitude"))
     module.lora_initial = {**getattr(module, "lora_initial", {}), **starts}
     module.lora_scales = {**getattr(module, "lora_scales", {}), target.key: scale}
     module.lr_factors = {**getattr(module, "lr_factors", {}), **({} if target.is_embedding else {b: lr_ratio})}

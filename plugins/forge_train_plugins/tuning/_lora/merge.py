@@ -12,7 +12,7 @@ from forge_train import ConfigError
 from forge_train_kit.model.block_format import BlockFormat
 from forge_train_kit.state_map import Box, StateMap, Step, View
 
-from .sizes import format_of, size
+from .sizes import Sizes, format_of
 from .targets import MAGNITUDE
 
 KINDS = {".lora_A": (".weight", False), "_lora_A": ("", False), ".lora_embedding_A": (".weight", True)}
@@ -44,13 +44,14 @@ class Sum(View):
 
 @dataclass(frozen=True, eq=False)
 class Stretched(View):
-    """The same, with rows as long as those of `W`, plus a gain. It needs whole rows."""
+    """The same, with rows of given lengths, or as long as those of `W`, plus a gain. It needs whole rows."""
 
     weight: View
     a: View
     b: View
     gain: View
     scale: float
+    given: bool
 
     def needs(self, box: Box) -> list[tuple[View, Box]]:
         rows, columns, rank = box[0], (0, self.shape[1]), (0, self.b.shape[1])
@@ -59,7 +60,9 @@ class Stretched(View):
     def make(self, box: Box, parts: list[Tensor]) -> Tensor:
         weight, a, b, gain = (part.float() for part in parts)
         moved = weight.addmm(b, a, alpha=self.scale)
-        moved = moved * (magnitude([weight, gain]) / magnitude([moved, 0 * gain])).unsqueeze(1)
+        moved = moved * ((gain if self.given else magnitude([weight, gain])) / magnitude([moved, 0 * gain])).unsqueeze(
+            1
+        )
         return moved[:, slice(*box[1])].to(self.dtype)
 
 
@@ -103,18 +106,20 @@ class Merge(StateMap):
     """Takes each weight with its two factors, and gives the sum under the weight's name."""
 
     config: Any
+    sizes: Sizes
 
     def apply(self, step: Step) -> None:
         for a in [one for one in step.tensors if one.endswith(("lora_A", "lora_embedding_A"))]:
             end = next(end for end in KINDS if a.endswith(end))
             name, (suffix, transposed) = a.removesuffix(end), KINDS[end]
-            scale, gains = size(self.config, name)[1], [f"{name}.{MAGNITUDE}"] if self.config.dora else []
+            scale, gains = self.sizes.of(name)[1], [f"{name}.{MAGNITUDE}"] if self.config.dora else []
             if found := step.take(f"{name}{suffix}", a, f"{a[:-1]}B", *gains):
                 stored, first, second, *gain = found
                 weight = stored if transposed else Rounded.of(stored, self.config)
                 merged: View = Sum(stored.shape, stored.dtype, weight, first, second, scale, transposed)
                 if gain:
-                    merged = Stretched(stored.shape, stored.dtype, weight, first, second, gain[0], scale)
+                    given = bool(self.config.adapter)
+                    merged = Stretched(stored.shape, stored.dtype, weight, first, second, gain[0], scale, given)
                 step.give(f"{name}{suffix}", merged)
 
     def inverse(self) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from forge_train_kit.state_map import Box, StateMap, Step, View
 
 from .folder import PREFIX
 from .merge import Rounded, magnitude
-from .sizes import chosen, size
+from .sizes import Sizes, divisor
 from .stacks import Fused, ends_of_experts, fused, nested
 from .targets import MAGNITUDE
 
@@ -122,9 +121,10 @@ class Factors(StateMap):
                 for view in step.take(f"{name}{factor}"):
                     step.give(f"{PREFIX}{self.modules[name]}{factor}{last}", view)
             if self.config.dora:
-                for gain in step.take(f"{name}.{MAGNITUDE}"):
-                    weight = Rounded.of(step.tensors[f"{name}.weight"], self.config)
-                    lengths = Made.of([weight, gain], magnitude)
+                for lengths in step.take(f"{name}.{MAGNITUDE}"):
+                    if not self.config.adapter:
+                        weight = Rounded.of(step.tensors[f"{name}.weight"], self.config)
+                        lengths = Made.of([weight, lengths], magnitude)
                     step.give(f"{PREFIX}{self.modules[name]}.lora_magnitude_vector", lengths)
         for one in self.stacks:
             for factor, function in (("A", one.a), ("B", one.b)):
@@ -145,6 +145,7 @@ class Factors(StateMap):
 
 def adapter(
     config: Any,
+    given: Sizes,
     job: Job,
     adapted: Sequence[str],
     stored: Mapping[str, View],
@@ -155,6 +156,7 @@ def adapter(
 
     Args:
         config: the section.
+        given: rank and alpha of each update.
         job: the run's.
         adapted: linears, embeddings and stacks with an update.
         stored: the model's parameters, without updates.
@@ -162,7 +164,7 @@ def adapter(
         tuned: parameters that are trained in full.
     """
     named = {name: modules[name] for name in adapted if name in modules}
-    sizes = {theirs: chosen(config, name) for name, theirs in named.items()}
+    sizes = {theirs: given.chosen(name) for name, theirs in named.items()}
     layout = exported(job)
     taken = ends_of_experts(layout, stored) if layout is not None else set()
     if clash := next((theirs for theirs in named.values() if theirs.rpartition(".")[2] in taken), ""):
@@ -173,11 +175,11 @@ def adapter(
     known = fused(job, layout, stored) if layout is not None and {*adapted} - named.keys() else {}
     stacks = []
     for theirs, key in nested(known, [name for name, one in known.items() if {*one.pieces} & {*adapted}]).items():
-        pieces = [size(config, name) if name in adapted else (0, 0.0) for name in known[theirs].pieces]
+        pieces = [given.of(name) if name in adapted else (0, 0.0) for name in known[theirs].pieces]
         rank, first = sum(rank for rank, _ in pieces), next(scale for rank, scale in pieces if rank)
         ranks, scales = zip(*((rank, scale / first) for rank, scale in pieces), strict=True)
         stacks.append(Stacks(known[theirs], key, ranks, scales))
-        alpha = first * (math.sqrt(rank) if config.rslora else rank)
+        alpha = first * divisor(rank, config.rslora)
         sizes[theirs] = (rank, alpha)
     described = {
         "peft_type": "LORA",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -13,26 +14,41 @@ if TYPE_CHECKING:
     from ..lora import LoRA
 
 
-def size(config: LoRA.Config, name: str) -> tuple[int, float]:
-    """Rank and scale of a linear's update; raises as `chosen` does."""
-    rank, alpha = chosen(config, name)
-    return rank, alpha / (math.sqrt(rank) if config.rslora else rank)
+@dataclass
+class Sizes:
+    """Rank and alpha of each update: those of the section, or of the adapter that the run begins with."""
+
+    config: LoRA.Config
+    given: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Weight → rank and alpha in `lora.adapter`."""
+
+    def chosen(self, name: str) -> tuple[int, float]:
+        """Rank and alpha of a weight's update.
+
+        Raises:
+            ConfigError: if two groups match the weight.
+        """
+        if name in self.given:
+            return self.given[name]
+        config = self.config
+        hits = [group for group in config.groups if fnmatchcase(name, group.match)]
+        if len(hits) > 1:
+            both = " and ".join(repr(group.match) for group in hits)
+            raise ConfigError(f"lora.groups: {both} both match {name!r}.", key="lora.groups")
+        rank, alpha = config.rank, config.alpha
+        for group in hits:
+            rank, alpha = group.rank or rank, group.alpha or alpha
+        return rank, alpha
+
+    def of(self, name: str) -> tuple[int, float]:
+        """Rank and scale of a weight's update; raises as `chosen` does."""
+        rank, alpha = self.chosen(name)
+        return rank, alpha / divisor(rank, self.config.rslora)
 
 
-def chosen(config: LoRA.Config, name: str) -> tuple[int, float]:
-    """Rank and alpha of a linear's update.
-
-    Raises:
-        ConfigError: if two groups match the linear.
-    """
-    hits = [group for group in config.groups if fnmatchcase(name, group.match)]
-    if len(hits) > 1:
-        both = " and ".join(repr(group.match) for group in hits)
-        raise ConfigError(f"lora.groups: {both} both match {name!r}.", key="lora.groups")
-    rank, alpha = config.rank, config.alpha
-    for group in hits:
-        rank, alpha = group.rank or rank, group.alpha or alpha
-    return rank, alpha
+def divisor(rank: int, rslora: bool) -> float:
+    """The divisor of alpha."""
+    return math.sqrt(rank) if rslora else rank
 
 
 def format_of(config: LoRA.Config) -> BlockFormat | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,13 +15,11 @@ from forge_train_kit.hf.start import exported, same_modules
 from forge_train_kit.state_map import View
 
 from .folder import Folder
-from .sizes import size
+from .sizes import divisor
 from .stacks import Fused, fused, nested
 
 if TYPE_CHECKING:
     from forge_train import Job
-
-    from ..lora import LoRA
 
 
 @dataclass(frozen=True)
@@ -30,20 +28,24 @@ class Source:
 
     Args:
         key: the module that has it in the folder.
-        read: reads a factor, `A` or `B`.
+        read: reads a factor, `A` or `B`, or the `magnitude` of its rows.
         folder: the folder's path.
+        size: rank and alpha.
     """
 
     key: str
     read: Callable[[str], Tensor]
     folder: str
+    size: tuple[int, float]
 
-    def check(self, name: str, rank: int, rows: int, columns: int) -> None:
+    def check(self, name: str, rows: int, columns: int) -> None:
         """Raises ConfigError for an update of another rank, or of a weight of another shape."""
         a, b = self.read("A"), self.read("B")
-        if (held := a.shape[-2]) != rank:
+        if (held := a.shape[-2]) != self.size[0]:
             raise ConfigError(
-                f"lora.rank: {self.folder} holds {held} rows for {name!r}, and the run has {rank}.", key="lora.rank"
+                f"lora.adapter: {self.folder} holds {held} rows for {name!r}, and its adapter_config.json says "
+                f"{self.size[0]}.",
+                key="lora.adapter",
             )
         if sorted(found := (b.shape[-2], a.shape[-1])) != sorted((rows, columns)):
             raise ConfigError(
@@ -53,7 +55,7 @@ class Source:
             )
 
 
-def sources(folder: Folder, job: Job, stored: Mapping[str, View], config: LoRA.Config) -> dict[str, Source]:
+def sources(folder: Folder, job: Job, stored: Mapping[str, View]) -> dict[str, Source]:
     """Linear, embedding or stack → the update that a folder has for it.
 
     Raises:
@@ -64,41 +66,48 @@ def sources(folder: Folder, job: Job, stored: Mapping[str, View], config: LoRA.C
         raise ConfigError("lora.adapter: no plugin knows the Hugging Face names of this model (export_hf).")
     known, path = set(folder.modules), str(folder.path)
     found = {
-        own: Source(theirs, partial(folder.read, theirs), path)
+        own: Source(theirs, partial(folder.read, theirs), path, folder.size(theirs))
         for own, theirs in same_modules(layout, stored).items()
         if theirs in known
     }
+    rslora = bool(folder.config.get("use_rslora"))
     if folder.parameters:
         stacks = fused(job, layout, stored)
         ends = tuple(f".{one}" for one in folder.parameters)
         for theirs, key in nested(stacks, [one for one in stacks if f".{one}".endswith(ends)]).items():
-            one = stacks[theirs]
-            for at, own in enumerate(one.pieces):
-                rank, scale = size(config, own)
-                if not math.isclose(folder.scale(theirs), scale):
-                    raise ConfigError(
-                        f"lora.alpha: {path} scales its update of {theirs!r} by {folder.scale(theirs):g}, and the run "
-                        f"scales that of {own!r} by {scale:g}.",
-                        key="lora.alpha",
-                    )
-                found[own] = Source(key, partial(_stack, folder, key, one, at, rank), path)
+            rank, alpha = folder.size(theirs)
+            scale = alpha / divisor(rank, rslora)
+            for own, read in _stacks(folder, key, stacks[theirs]).items():
+                rank = read("A").shape[1]
+                found[own] = Source(key, read, path, (rank, scale * divisor(rank, rslora)))
     return found
 
 
-def _stack(folder: Folder, key: str, one: Fused, at: int, rank: int, factor: str) -> Tensor:
-    """A factor of one of several stacks. Their factors are side by side, if each has its own, or `A` is common."""
-    a, b = folder.read(key, "A"), folder.read(key, "B")
-    a, b = a.view(one.experts, -1, a.shape[1]), b.view(len(b), -1, one.experts).permute(2, 0, 1)
-    start = sum(one.rows[:at])
-    b = b[:, start : start + one.rows[at]]
-    if len(one.pieces) > 1 and a.shape[1] == len(one.pieces) * rank:
-        own, others = b[:, :, at * rank : (at + 1) * rank], b.clone()
-        others[:, :, at * rank : (at + 1) * rank] = 0
-        if others.any():
-            raise ConfigError(
-                f"lora.adapter: {folder.path}: the update of {one.name!r} mixes {' and '.join(one.pieces)}, which lora "
-                "updates apart.",
-                key="lora.adapter",
-            )
-        a, b = a[:, at * rank : (at + 1) * rank], own
-    return (a if factor == "A" else b).contiguous()
+def _stacks(folder: Folder, key: str, one: Fused) -> dict[str, Callable[[str], Tensor]]:
+    """Stack → what reads its factors. Several stacks in a parameter have columns of their own, or all in common."""
+    b = _factor(folder, key, one, "B")
+    found: dict[str, Callable[[str], Tensor]] = {}
+    share = b.shape[2] // len(one.pieces)
+    rows = [slice(end - size, end) for end, size in zip(accumulate(one.rows), one.rows, strict=True)]
+    columns = [slice(at * share, (at + 1) * share) for at in range(len(rows))]
+    rest = b.clone()
+    for some, others in zip(rows, columns, strict=True):
+        rest[:, some, others] = 0
+    if not b.any() or rest.any():
+        columns = [slice(None)] * len(rows)
+    for name, some, others in zip(one.pieces, rows, columns, strict=True):
+        found[name] = partial(_piece, folder, key, one, some, others)
+    return found
+
+
+def _piece(folder: Folder, key: str, one: Fused, rows: slice, columns: slice, factor: str) -> Tensor:
+    whole = _factor(folder, key, one, factor)
+    return (whole[:, columns] if factor == "A" else whole[:, rows, columns]).contiguous()
+
+
+def _factor(folder: Folder, key: str, one: Fused, factor: str) -> Tensor:
+    """`A`, `[experts, rank, in]`, or `B`, `[experts, out, rank]`."""
+    read = folder.read(key, factor)
+    if factor == "A":
+        return read.view(one.experts, -1, read.shape[1])
+    return read.view(len(read), -1, one.experts).permute(2, 0, 1)
