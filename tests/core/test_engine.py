@@ -27,6 +27,7 @@ from forge_train import (
     Update,
     hookimpl,
 )
+from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train_tools.testing import TinyRun
 
@@ -185,6 +186,25 @@ def test_what_differs_is_spelled_out_and_what_is_allowed_may(tmp_path: Path) -> 
     assert {group["lr"] for group in resumed.optimizer.param_groups} == {0.5}
     (event,) = [event for event in resumed.events if event["event"] == "resumed"]
     assert len(event["changes"]) == 3
+
+
+@pytest.mark.unit
+def test_an_option_that_the_checkpoint_did_not_know_is_a_difference_where_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer version has more options, and does by default what the older one did."""
+    toys.run(tmp_path, name="a", steps=4, stop_at=2)
+    read = checkpoint.read_state
+
+    def older(path: Path) -> Any:
+        state = dict(read(path))
+        state["config"] = {key: value for key, value in state["config"].items() if key != "cosine.floor"}
+        return state
+
+    monkeypatch.setattr(checkpoint, "read_state", older)
+    with pytest.raises(ConfigError, match=r"cosine\.floor: None in the checkpoint, 0\.5 now"):
+        toys.run(tmp_path, name="a", steps=4, config={"cosine.floor": 0.5})
+    assert toys.run(tmp_path, name="a", steps=4).finished.step == 4
 
 
 @pytest.mark.unit

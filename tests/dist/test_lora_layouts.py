@@ -62,6 +62,17 @@ def test_so_does_one_whose_rows_have_magnitudes(layout: str, verify: Verifier, c
     assert verdict.agree, verdict
 
 
+@pytest.mark.parametrize("layout", marked(LAYOUTS, LAYOUTS.keys() - {"fsdp2×2, ac", "tp2"}))
+def test_so_does_one_that_begins_as_singular_directions(layout: str, verify: Verifier, composition_file: Path) -> None:
+    """Each rank finds those of the whole weight."""
+    world, plugins, settings = LAYOUTS[layout]
+    own = {**LORA, "lora.start": "pissa", "lora.modules": ["*.attention.*", "*.down", "head"]}
+    request = compositions._request(composition_file, (*plugins, "lora"), own | settings)
+    reference = compositions._request(composition_file, ("lora",), {**own, "train.micro_batch": 4})
+    verdict = verify(request, world, steps=2, reference=reference)
+    assert verdict.agree, verdict
+
+
 @pytest.mark.parametrize("layout", marked(["tp2", "tp2, whole sequences"], ["tp2, whole sequences"]))
 def test_so_does_one_with_magnitudes_and_biases(verify: Verifier, tmp_path: Path, layout: str) -> None:
     """A bias is added after a row's length is changed, and once although ranks have parts of the sum before it."""

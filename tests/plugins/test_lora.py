@@ -17,6 +17,7 @@ from forge_train import ConfigError, Model
 from forge_train.checkpoint.checkpoint import shapes
 from forge_train_plugins.tuning._lora.adapters import Adapters
 from forge_train_plugins.tuning._lora.peft import Factors
+from forge_train_plugins.tuning._lora.sizes import Sizes
 from forge_train_plugins.tuning.lora import LoRA
 from forge_train_tools.offline.adapters import export_adapter
 from forge_train_tools.offline.huggingface import export_checkpoint
@@ -244,7 +245,7 @@ def test_peft_loads_the_adapter_alone(tmp_path: Path, linears: tuple[str, ...], 
 def test_an_adapter_of_fused_projections_has_no_place(tmp_path: Path, base: Path) -> None:
     """By `export_adapter`, which is not told of them."""
     factors = {"up.lora_A": ((2, 4), torch.float32), "up.lora_B": ((4, 2), torch.float32)}
-    step = Factors(LoRA.Config(), {}).trace(factors)
+    step = Factors(LoRA.Config(), Sizes(LoRA.Config()), {}).trace(factors)
     assert step.wrong == ["up: its weight has no tensor of its own in Hugging Face layout; export the merged model"]
     with pytest.raises(
         ConfigError, match=r"none of its plugins adapts a model \(export_adapter\); leave --adapter out"

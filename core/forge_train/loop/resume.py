@@ -208,8 +208,9 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
             note(slot, f"{slot}: another one, or its files have changed")
     lone = old.keys() ^ new.keys()
     for key, before, after in differences(saved["config"], job.config.values(volatile=False)):
-        section = key.partition(".")[0]
-        if key not in MAY_DIFFER and section != "parallel" and section not in lone:
+        section, _, option = key.partition(".")
+        added = key not in saved["config"] and (section, option) not in job.config.origins  # by a newer version
+        if key not in MAY_DIFFER and section != "parallel" and section not in lone and not added:
             note(key, f"{key}: {before!r} in the checkpoint, {after!r} now")
     if refused:
         keys = ", ".join(f'"{text.partition(":")[0]}"' for text in refused)

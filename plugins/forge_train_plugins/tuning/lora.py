@@ -72,6 +72,12 @@ class LoRA(Plugin):
         """Of the input of `A` of a linear. Experts have none."""
         adapter: Annotated[str, FilePath()] = ""
         """A folder of PEFT whose updates the run begins with; its rank, alpha and weights are then those of the run."""
+        beneath: tuple[Annotated[str, FilePath()], ...] = ()
+        """Folders of PEFT whose updates stay as they are, beneath those that the run trains, also where a model is its
+        own reference. Each weight that they update must have an update of the run's own."""
+        start: Literal["", "pissa"] = ""
+        """Begin each linear's update as the `rank` largest singular directions of its weight, and take the same away
+        from the weight ("pissa", arXiv:2404.02948)."""
         base: Literal["", "nf4", "int8"] = ""
         """Hold linears and stacks that have an update in 4 bits ("nf4", the NormalFloat4 of QLoRA, arXiv:2305.14314) or
         in 8 ("int8"). They are decoded where they are multiplied."""
@@ -104,6 +110,13 @@ class LoRA(Plugin):
                 yield Problem(f"lora.{key}", "has no effect with lora.adapter, which names its weights itself.")
         if self.config.adapter:
             yield from self._check_adapter()
+        if self.config.start and self.config.adapter:
+            yield Problem("lora.start", "has no effect with lora.adapter, whose updates have begun.")
+        for key in ("start", "beneath") if self.config.dora else ():
+            if getattr(self.config, key):
+                yield Problem(
+                    f"lora.{key}", "is not possible with lora.dora, which stretches the rows of a single update."
+                )
         for key in ("base_block", "base_double") if not self.config.base else ():
             if getattr(self.config, key) != getattr(type(self.config)(), key):
                 yield Problem(f"lora.{key}", "has no effect without lora.base.")

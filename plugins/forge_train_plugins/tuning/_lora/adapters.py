@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from forge_train import Applied, ConfigError, MicroBatch
-from forge_train.base.errors import nearest
 from forge_train.base.format import format_list
 from forge_train.mesh.tensors import local
 from forge_train_kit.model import Dropout
 from forge_train_kit.state_map.views import Stored
 
 from .base import encode
+from .expected import expect_matches, expect_places, expect_untied
+from .fixed import START, Fixed, begin, beneath
 from .folder import Folder
 from .layers import Adapted, LowRank, adapt
 from .sizes import Sizes, format_of
@@ -37,9 +38,12 @@ class Adapters:
     def __init__(self, config: LoRA.Config, job: Job) -> None:
         self.config, self.job = config, job
         self.folder = Folder(config.adapter) if config.adapter else None
+        self.beneath = [Folder(path, "lora.beneath") for path in config.beneath]
+        self.folders = [*filter(None, [self.folder]), *self.beneath]
         self.sizes = Sizes(config)
         self._found: list[str] = []
-        self._placed: set[str] = set()
+        self._placed: dict[str, set[str]] = {}
+        self._begin: list[Target] = []
         self._unchecked: dict[str, nn.Parameter | None] = {}
         self._summed: list[tuple[nn.Module, str]] = []
         self._parameters: list[nn.Parameter] = []
@@ -63,19 +67,28 @@ class Adapters:
         found = targets(part)
         given = sources(self.folder, self.job, self.stored) if self.folder else {}
         self.sizes.given |= {name: one.size for name, one in given.items()}
+        under = [sources(folder, self.job, self.stored) for folder in self.beneath]
         taken = [name for name in found if (name in given if self.folder else self._takes(found[name], part))]
-        self._placed |= {given[name].key for name in taken if name in given}
+        for one in (one for some in (given, *under) for name, one in some.items() if name in taken):
+            self._placed.setdefault(str(one.folder.path), set()).add(one.key)
         self._found += found
         self.adapted += taken
         if self.job.dist.layout.pp == 1:
-            self._expect_matches(self._found, self.adapted, (name for name, _ in part.named_modules()))
-            self._expect_places(self._placed)
-        _expect_untied(part, [found[name] for name in taken])
+            expect_matches(self.config, self._found, self.adapted, (name for name, _ in part.named_modules()))
+            expect_places(self.folders, [self._placed])
+        expect_untied(part, [found[name] for name in taken])
         for name in taken:
-            self._adapt(found[name], given.get(name))
+            self._adapt(found[name], given.get(name), [some[name] for some in under if name in some])
         self._tune(part, {found[name].module for name in taken})
         more = (MAGNITUDE,) if self.config.dora else ()
-        added = tuple(_path(found[name], one) for name in taken for one in (*found[name].factors, *more))
+        factors = {
+            name: (
+                *found[name].factors,
+                *(f"{f}_{one.kind}" for one in self.sizes.fixed[name] for f in found[name].factors),
+            )
+            for name in taken
+        }
+        added = tuple(_path(found[name], one) for name in taken for one in (*factors[name], *more))
         ranks = sorted({self.sizes.of(name)[0] for name in taken})
         return Applied(
             part,
@@ -93,10 +106,10 @@ class Adapters:
             ConfigError: for a pattern that matches nothing, and for an optimizer without learning rates by parameter.
         """
         if self.job.dist.layout.pp > 1:
-            names = self.job.dist.gather_objects((self._found, self.adapted, self._placed, self._modules))
-            found, adapted, placed, everything = (itertools.chain(*one) for one in zip(*names, strict=True))
-            self._expect_matches(found, adapted, everything)
-            self._expect_places(placed)
+            names = self.job.dist.gather_objects((self._found, self.adapted, self._modules, self._placed))
+            *known, placed = zip(*names, strict=True)
+            expect_matches(self.config, *(itertools.chain(*one) for one in known))
+            expect_places(self.folders, placed)
         rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
         modules = [(name, one) for name, one in model.named_modules() if isinstance(one, Adapted)]
         for name, module in modules:
@@ -162,28 +175,25 @@ class Adapters:
             module.requires_grad_(True)
             self.tuned += [".".join((path, name)) for name, _ in module.named_parameters()]
 
-    def _expect_matches(self, found: Iterable[str], adapted: Iterable[str], modules: Iterable[str]) -> None:
-        given: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
-            "lora.modules": (self.config.modules, [*found]),
-            "lora.groups": ([group.match for group in self.config.groups], [*adapted]),
-            "lora.tune": (self.config.tune, [*modules]),
-        }
-        for key, (patterns, names) in given.items():
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    ends = sorted({f"*.{name.rpartition('.')[2]}" for name in names})
-                    hint = nearest(pattern, [*ends, *names]) or f" There are {format_list(ends)}."
-                    what = "no module" if key == "lora.tune" else "nothing that lora adapts"
-                    raise ConfigError(f"{key}: {pattern!r} matches {what}.{hint}", key=key)
+    def _fixed(self, target: Target, rank: int, scale: float, under: Sequence[Source]) -> tuple[Fixed, ...]:
+        """The updates of a weight that are not trained."""
+        *_, rows, columns = target.weight.shape
+        for one in under:
+            one.check(target.name, rows, columns)
+        found = [beneath([(one, one.scale) for one in under])] if under else []
+        if self.config.start == "pissa":
+            if target.is_stack or target.is_embedding:
+                kind = "a stack of experts" if target.is_stack else "an embedding"
+                raise ConfigError(
+                    f"lora.start: {target.name!r} is {kind}, and only linears begin as singular directions. Leave it "
+                    "out of lora.modules, or unset lora.start.",
+                    key="lora.start",
+                )
+            found.append(Fixed(START, rank, -scale))
+            self._begin.append(target)
+        return tuple(found)
 
-    def _expect_places(self, placed: Iterable[str]) -> None:
-        if self.folder is not None and (lost := sorted({*self.folder.modules} - {*placed})):
-            raise ConfigError(
-                f"lora.adapter: {self.folder.path} updates {format_list(lost)}, which this model has no place for.",
-                key="lora.adapter",
-            )
-
-    def _adapt(self, target: Target, source: Source | None) -> None:
+    def _adapt(self, target: Target, source: Source | None, under: Sequence[Source]) -> None:
         name, (rank, scale) = target.name, self.sizes.of(target.name)
         *_, rows, columns = target.weight.shape
         if rank > min(rows, columns):
@@ -203,10 +213,12 @@ class Adapters:
         dropout = Dropout(self.config.dropout, self.job, f"{name}.lora") if self.config.dropout else None
         if source is not None:
             source.check(name, rows, columns)
+        self.sizes.fixed[name] = self._fixed(target, rank, scale, under)
         adapt(
             target,
             rank,
             scale,
+            fixed=self.sizes.fixed[name],
             dropout=dropout,
             lr_ratio=self.config.lr_ratio,
             read=source.read if source else None,
@@ -238,6 +250,9 @@ class Adapters:
         """Before the first forward: later on a SHARD transform may show other parameters than the optimizer has."""
         if not self._parameters:
             self._parameters = [module.get_parameter(name) for module, name in self._summed]
+        while self._begin:
+            target = self._begin.pop(0)
+            begin(target, *self.sizes.of(target.name))
 
     def _sum(self) -> None:
         """Sum gradients of factors that every rank of an expert has whole."""
@@ -251,17 +266,3 @@ class Adapters:
 
 def _path(target: Target, factor: str) -> str:
     return f"{target.name.rpartition('.')[0] if target.is_stack else target.name}.{factor}"
-
-
-def _expect_untied(part: nn.Module, taken: Sequence[Target]) -> None:
-    names: dict[int, list[str]] = {}
-    for name, one in part.named_parameters(remove_duplicate=False):
-        names.setdefault(id(one), []).append(name)
-    for target in taken:
-        own = f"{target.name}.weight"
-        if other := next((one for one in names[id(target.weight)] if one != own and not target.is_stack), ""):
-            raise ConfigError(
-                f"lora.modules: {own!r} is tied to {other!r}, so an update of one can't be merged into it without "
-                "changing the other. Leave it out, or untie them.",
-                key="lora.modules",
-            )

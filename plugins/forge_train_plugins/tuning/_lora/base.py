@@ -12,7 +12,7 @@ from forge_train.mesh.tensors import local
 from forge_train_kit.model.block_codes import BlockTensor
 from forge_train_kit.model.block_format import BlockFormat
 
-from .layers import split_axis
+from .factors import split_axis
 from .targets import Target
 
 

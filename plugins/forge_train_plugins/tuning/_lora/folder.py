@@ -53,23 +53,23 @@ class Folder:
         ConfigError: for what is no such folder, and for an adapter that `lora` can't express.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path, file = Path(path), Path(path) / "adapter_config.json"
+    def __init__(self, path: str, key: str = "lora.adapter") -> None:
+        self.path, self.key, file = Path(path), key, Path(path) / "adapter_config.json"
         self.tensors = self.path / "adapter_model.safetensors"
         if missing := next((one for one in (file, self.tensors) if not one.is_file()), None):
-            raise ConfigError(f"lora.adapter: there is no {missing}.", key="lora.adapter")
+            raise ConfigError(f"{key}: there is no {missing}.", key=key)
         try:
             self.config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"lora.adapter: {file} is not JSON: {error}.", key="lora.adapter") from error
+            raise ConfigError(f"{key}: {file} is not JSON: {error}.", key=key) from error
         self.parameters: tuple[str, ...] = tuple(self.config.get("target_parameters") or ())
         """Ends of the names of parameters that it updates: stacks of experts."""
-        for key, values in PLAIN.items():
-            if (found := self.config.get(key)) not in values:
-                raise _unknown(file, key, found)
-        for key in self.config.keys() - {*PLAIN, *READ, *HARMLESS}:
-            if self.config[key]:
-                raise _unknown(file, key, self.config[key])
+        for name, values in PLAIN.items():
+            if (found := self.config.get(name)) not in values:
+                raise self._unknown(name, found)
+        for name in self.config.keys() - {*PLAIN, *READ, *HARMLESS}:
+            if self.config[name]:
+                raise self._unknown(name, self.config[name])
 
     @property
     def implied(self) -> dict[str, Any]:
@@ -86,9 +86,7 @@ class Folder:
         # PEFT adds the base's weights of an embedding, and then of the head, that it updates.
         copies = {f"{PREFIX}{match[1]}.base_layer.weight" for match in found.values() if match is not None}
         if odd := [name for name, match in found.items() if match is None and name not in copies]:
-            raise ConfigError(
-                f"lora.adapter: {self.tensors} holds {odd[0]!r}, which lora can't continue.", key="lora.adapter"
-            )
+            raise ConfigError(f"{self.key}: {self.tensors} holds {odd[0]!r}, which lora can't continue.", key=self.key)
         return {
             (match[1], match[2] or match[3] or match[4]): name for name, match in found.items() if match is not None
         }
@@ -103,7 +101,7 @@ class Folder:
         from safetensors import safe_open
 
         if (name := self._names.get((module, factor))) is None:
-            raise ConfigError(f"lora.adapter: {self.tensors} holds no {factor} of {module!r}.", key="lora.adapter")
+            raise ConfigError(f"{self.key}: {self.tensors} holds no {factor} of {module!r}.", key=self.key)
         with safe_open(self.tensors, "pt") as file:
             found: Tensor = file.get_tensor(name).float()
         return found
@@ -117,6 +115,6 @@ class Folder:
         hits = (value for one, value in table.items() if re.match(rf"(.*\.)?({one})$", name))
         return next(hits, self.config.get(key, 8))
 
-
-def _unknown(file: Path, key: str, value: Any) -> ConfigError:
-    return ConfigError(f"lora.adapter: {file}: {key} is {value!r}, which lora can't continue.", key="lora.adapter")
+    def _unknown(self, name: str, value: Any) -> ConfigError:
+        where = self.path / "adapter_config.json"
+        return ConfigError(f"{self.key}: {where}: {name} is {value!r}, which lora can't continue.", key=self.key)

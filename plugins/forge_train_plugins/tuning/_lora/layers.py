@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from forge_train import Init
 from forge_train.mesh.tensors import local
 from forge_train_kit.model import Dropout
 from forge_train_kit.specialisation import Specialisation
 
-from .targets import MAGNITUDE, Target
+from .factors import empty, factors, mesh_of, split_axis
+from .fixed import START, Fixed, Read
+from .targets import MAGNITUDE, WEIGHT, Target
 
 _ops = torch.ops._c10d_functional
-Read = Callable[[str], Tensor]
-"""Reads the first values of a factor, `A` or `B`, or of the `magnitude`."""
 
 
 class Adapted(nn.Module):
-    """A module with updates."""
+    """A module with updates. Some are fixed: those of adapters beneath, and what its own began with (PiSSA)."""
 
     updates_on = True
+    lora_fixed: Mapping[str, tuple[tuple[str, str, float], ...]]
+    """Weight → names of both factors of each fixed update, and its scale."""
     lora_initial: Mapping[str, Init]
     """Parameter → its initial values."""
     lora_scales: Mapping[str, float]
@@ -35,9 +36,24 @@ class Adapted(nn.Module):
 
     def updates_are_zero(self) -> bool:
         """Return True if a factor of each update is zero, and magnitudes are lengths of rows."""
-        moves = {name: bool(local(self.get_parameter(name)).any()) for name in self.lora_initial}
-        pairs = [(name, f"{name[:-1]}B") for name in moves if name.endswith("A")]
-        return not moves.get(MAGNITUDE) and not any(moves[a] and moves[b] for a, b in pairs)
+        held = {name: local(self.get_parameter(name)) for name in self.lora_initial}
+        if MAGNITUDE in held and held[MAGNITUDE].any():
+            return False
+        for a, b in ((name, f"{name[:-1]}B") for name in held if name.endswith("A")):
+            first = [held.get(f"{name}_{START}") for name in (a, b)]
+            if any(
+                one is not None and not torch.equal(held[name], one) for name, one in zip((a, b), first, strict=True)
+            ):
+                return False
+            if first[0] is None and held[a].any() and held[b].any():
+                return False
+        return True
+
+    def fixed(self, key: str = WEIGHT) -> list[tuple[Tensor, Tensor, float]]:
+        """Factors and scale of each fixed update of a weight that is on."""
+        named = self.lora_fixed.get(key, ())
+        on = [one for one in named if self.updates_on or not one[0].endswith(START)]
+        return [(local(self.get_parameter(a)), local(self.get_parameter(b)), scale) for a, b, scale in on]
 
     def initial(self, name: str) -> Init | None:
         if name in self.lora_initial:
@@ -54,12 +70,13 @@ class LowRank(Adapted):
     lora_dropout: Dropout | None
 
     def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        for a, b, scale in self.fixed():
+            out = out + F.linear(F.linear(x, a) * scale, b)
         if not self.updates_on:
-            own: Tensor = super().forward(x)
-            return own
+            return out
         taken = x if self.lora_dropout is None else self.lora_dropout(x)
         narrow = F.linear(taken, local(self.lora_A)) * self.lora_scales["weight"]
-        out: Tensor = super().forward(x)
         return out + F.linear(narrow, local(self.lora_B))
 
 
@@ -111,12 +128,12 @@ class LowRankTable(Adapted):
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = super().forward(ids)
-        if not self.updates_on:
-            return out
-        # The module's own look-up, with its padding, its scale and its share of the rows.
-        narrow = _standing_in(self, {"weight": local(self.lora_embedding_A).t()})
-        found: Tensor = super(LowRankTable, narrow).forward(ids)
-        return out + F.linear(found * self.lora_scales["weight"], local(self.lora_embedding_B))
+        own = (local(self.lora_embedding_A), local(self.lora_embedding_B), self.lora_scales[WEIGHT])
+        for a, b, scale in (*self.fixed(), *([own] if self.updates_on else [])):
+            # The module's own look-up, with its padding, its scale and its share of the rows.
+            found: Tensor = super(LowRankTable, _standing_in(self, {WEIGHT: a.t()})).forward(ids)
+            out = out + F.linear(found * scale, b)
+        return out
 
 
 class LowRankStacks(Adapted):
@@ -127,33 +144,28 @@ class LowRankStacks(Adapted):
     before the forward."""
 
     def forward(self, *args: Any) -> Tensor:
-        if not self.updates_on:
-            own: Tensor = super().forward(*args)
-            return own
         held = {name: local(one) for name, one in self._parameters.items()}
-        updates = {
-            key: (held[f"{key}_lora_A"], held[f"{key}_lora_B"], scale) for key, scale in self.lora_scales.items()
-        }
+        updates = {key: self.fixed(key) for key in self.lora_scales}
+        for key, scale in self.lora_scales.items() if self.updates_on else ():
+            updates[key].append((held[f"{key}_lora_A"], held[f"{key}_lora_B"], scale))
         changed: dict[str, Any] = {}
         if self.lora_product is None:
-            for key, (a, b, scale) in updates.items():
+            for key, a, b, scale in ((key, *one) for key, some in updates.items() for one in some):
                 held[key] = torch.baddbmm(held[key], b, a, alpha=scale)
         else:
             changed["product"] = self._product({id(held[key]): update for key, update in updates.items()})
         found: Tensor = super(LowRankStacks, _standing_in(self, held, **changed)).forward(*args)
         return found
 
-    def _product(self, updates: Mapping[int, tuple[Tensor, Tensor, float]]) -> Any:
+    def _product(self, updates: Mapping[int, list[tuple[Tensor, Tensor, float]]]) -> Any:
         own: Any = self.product
         narrow = self.lora_product
 
         def product(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
             out: Tensor = own(rows, weight, sizes)
-            if id(weight) not in updates:
-                return out
-            a, b, scale = updates[id(weight)]
-            found: Tensor = narrow(narrow(rows, a, sizes) * scale, b, sizes)
-            return out + found
+            for a, b, scale in updates.get(id(weight), ()):
+                out = out + narrow(narrow(rows, a, sizes) * scale, b, sizes)
+            return out
 
         return product
 
@@ -186,6 +198,7 @@ def adapt(
     rank: int,
     scale: float,
     *,
+    fixed: Sequence[Fixed] = (),
     dropout: Dropout | None = None,
     lr_ratio: float = 1.0,
     read: Read | None = None,
@@ -194,54 +207,53 @@ def adapt(
     """Give a weight its update, on the meta device. A factor that shares an axis along which the weight is split is
     split like it."""
     module, weight = target.module, target.weight
+    for name, one in zip(target.factors, factors(target, rank), strict=True):
+        setattr(module, name, nn.Parameter(one))
+    for more in fixed:
+        for name, one in zip(target.factors, factors(target, more.rank), strict=True):
+            setattr(module, f"{name}_{more.kind}", nn.Parameter(one, requires_grad=False))
     if target.is_stack:
-        _adapt_stack(target, rank)
+        if not isinstance(module, LowRankStacks):
+            module.lora_product = getattr(module, "product", None)
+            _stacks(module)
     elif target.is_embedding:
-        rows, columns = weight.shape
-        module.lora_embedding_A = nn.Parameter(_empty((rank, rows), weight, {0: 1}))
-        module.lora_embedding_B = nn.Parameter(_empty((columns, rank), weight, {1: 0}))
         _table(module)
     else:
-        (rows, columns), split = weight.shape, split_axis(weight)
-        module.lora_A = nn.Parameter(_empty((rank, columns), weight, {1: 1}))
-        module.lora_B = nn.Parameter(_empty((rows, rank), weight, {0: 0}))
+        split = split_axis(weight)
         module.lora_dropout = dropout
         if dropout is not None and split == 1:
-            mesh = _mesh(weight)
+            mesh = mesh_of(weight)
             dropout.features_piece = (mesh.get_local_rank(), mesh.size())
         if type(module).forward is nn.Linear.forward:
             _replaceable(module)
         if dora:
-            module.lora_magnitude = nn.Parameter(_empty((rows,), weight, {0: 0}))
+            module.lora_magnitude = nn.Parameter(empty((len(weight),), weight, {0: 0}))
             module.lora_is_given = read is not None
             module.lora_adds_bias = module.bias is not None and split != 1  # else it is added to the sum over the ranks
-            module.lora_group = _mesh(weight).get_group().group_name if split == 1 else ""
+            module.lora_group = mesh_of(weight).get_group().group_name if split == 1 else ""
         (_dora if dora else _low_rank)(module)
-    _declare(target, scale, lr_ratio, read)
+    _declare(target, scale, lr_ratio, read, fixed)
 
 
-def _adapt_stack(target: Target, rank: int) -> None:
-    module, weight = target.module, target.weight
-    experts, rows, columns = weight.shape
-    a, b = target.factors
-    setattr(module, a, nn.Parameter(_empty((experts, rank, columns), weight, {0: 0, 2: 2})))
-    setattr(module, b, nn.Parameter(_empty((experts, rows, rank), weight, {0: 0, 1: 1})))
-    if not isinstance(module, LowRankStacks):
-        module.lora_product = getattr(module, "product", None)
-        _stacks(module)
-
-
-def _declare(target: Target, scale: float, lr_ratio: float, read: Read | None) -> None:
+def _declare(target: Target, scale: float, lr_ratio: float, read: Read | None, fixed: Sequence[Fixed]) -> None:
     """Say how the factors begin, as PEFT draws them, and what their learning rates are."""
     module, (a, b) = target.module, target.factors
     if read is not None:
         starts = {name: Init("given", values=_reading(read, name[-1])) for name in (a, b)}
+    elif any(one.kind == START for one in fixed):
+        starts = {a: Init("zeros"), b: Init("zeros")}  # until the base is there
     elif target.is_embedding:
         starts = {a: Init("zeros"), b: Init("normal", 1.0)}
     else:  # uniform within ± 1/√in
         starts = {a: Init("uniform", 1 / math.sqrt(3 * target.weight.shape[-1])), b: Init("zeros")}
     if isinstance(module, Dora):
         starts[MAGNITUDE] = Init("zeros") if read is None else Init("given", values=_reading(read, "magnitude"))
+    for one in fixed:
+        for name in (a, b):
+            given = one.read and _reading(one.read, name[-1])
+            starts[f"{name}_{one.kind}"] = Init("given", values=given) if given else Init("zeros")
+    named = {target.key: tuple((f"{a}_{one.kind}", f"{b}_{one.kind}", one.scale) for one in fixed)}
+    module.lora_fixed = {**getattr(module, "lora_fixed", {}), **named}
     module.lora_initial = {**getattr(module, "lora_initial", {}), **starts}
     module.lora_scales = {**getattr(module, "lora_scales", {}), target.key: scale}
     module.lr_factors = {**getattr(module, "lr_factors", {}), **({} if target.is_embedding else {b: lr_ratio})}
@@ -249,33 +261,3 @@ def _declare(target: Target, scale: float, lr_ratio: float, read: Read | None) -
 
 def _reading(read: Read, factor: str) -> Callable[[int], Tensor]:
     return lambda _: read(factor)
-
-
-def _mesh(weight: Any) -> Any:
-    return weight.device_mesh
-
-
-def split_axis(weight: Tensor) -> int | None:
-    """The axis along which tensor parallelism has split a weight."""
-    places = weight.placements if isinstance(weight, DTensor) else ()
-    return next((place.dim for place in places if isinstance(place, Shard)), None)
-
-
-def _empty(shape: tuple[int, ...], weight: Any, shared: Mapping[int, int]) -> Tensor:
-    """A factor on the meta device.
-
-    Args:
-        shape: of the whole factor.
-        weight: what it updates.
-        shared: axis of the weight → the factor's axis of the same meaning.
-    """
-    whole = torch.empty(shape, device="meta")
-    if not isinstance(weight, DTensor):
-        return whole
-    places = [
-        Shard(shared[one.dim]) if isinstance(one, Shard) and one.dim in shared else Replicate()
-        for one in weight.placements
-    ]
-    if weight.ndim == 2 and all(isinstance(one, Replicate) for one in places):
-        return whole  # whole parameters are for tensor parallelism to look after
-    return distribute_tensor(whole, weight.device_mesh, places, src_data_rank=None)

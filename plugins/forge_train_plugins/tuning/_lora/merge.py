@@ -21,25 +21,28 @@ KINDS = {".lora_A": (".weight", False), "_lora_A": ("", False), ".lora_embedding
 
 @dataclass(frozen=True, eq=False)
 class Sum(View):
-    """`W + scale · B A`, computed in fp32 and rounded once to the weight's dtype; a stack has one such sum of each
+    """`W + Σ scale · B A`, computed in fp32 and rounded once to the weight's dtype; a stack has one such sum of each
     expert. The update of an embedding is transposed."""
 
     weight: View
-    a: View
-    b: View
-    scale: float
+    updates: tuple[tuple[View, View, float], ...]
     transposed: bool
 
     def needs(self, box: Box) -> list[tuple[View, Box]]:
         *experts, rows, columns = box
         into, out = (rows, columns) if self.transposed else (columns, rows)
-        rank = (0, self.b.shape[-1])
-        return [(self.weight, box), (self.a, (*experts, rank, into)), (self.b, (*experts, out, rank))]
+        found = [(self.weight, box)]
+        for a, b, _ in self.updates:
+            rank = (0, b.shape[-1])
+            found += [(a, (*experts, rank, into)), (b, (*experts, out, rank))]
+        return found
 
     def make(self, box: Box, parts: list[Tensor]) -> Tensor:
-        weight, a, b = (part.float() for part in parts)
-        update = b @ a
-        return weight.add(update.mT if self.transposed else update, alpha=self.scale).to(self.dtype)
+        total, *factors = (part.float() for part in parts)
+        for (_, _, scale), a, b in zip(self.updates, factors[::2], factors[1::2], strict=True):
+            update = b @ a
+            total = total.add(update.mT if self.transposed else update, alpha=scale)
+        return total.to(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,13 +116,17 @@ class Merge(StateMap):
             end = next(end for end in KINDS if a.endswith(end))
             name, (suffix, transposed) = a.removesuffix(end), KINDS[end]
             scale, gains = self.sizes.of(name)[1], [f"{name}.{MAGNITUDE}"] if self.config.dora else []
-            if found := step.take(f"{name}{suffix}", a, f"{a[:-1]}B", *gains):
-                stored, first, second, *gain = found
+            scales = {"": scale, **{f"_{one.kind}": one.scale for one in self.sizes.fixed.get(name, ())}}
+            factors = [f"{a[:-1]}{factor}{kind}" for kind in scales for factor in "AB"]
+            if found := step.take(f"{name}{suffix}", *factors, *gains):
+                stored, *parts = found
                 weight = stored if transposed else Rounded.of(stored, self.config)
-                merged: View = Sum(stored.shape, stored.dtype, weight, first, second, scale, transposed)
-                if gain:
+                updates = tuple(zip(parts[::2], parts[1::2], scales.values(), strict=False))
+                merged: View = Sum(stored.shape, stored.dtype, weight, updates, transposed)
+                if gains:
+                    first, second, gain = parts
                     given = bool(self.config.adapter)
-                    merged = Stretched(stored.shape, stored.dtype, weight, first, second, gain[0], scale, given)
+                    merged = Stretched(stored.shape, stored.dtype, weight, first, second, gain, scale, given)
                 step.give(f"{name}{suffix}", merged)
 
     def inverse(self) -> NoReturn:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from forge_train import ConfigError
@@ -95,12 +97,14 @@ class Factors(StateMap):
 
     Args:
         config: the section.
+        sizes: of the updates.
         modules: linear or embedding → its name in Hugging Face layout.
         stacks: those that lie in one parameter, together.
         tuned: parameters that are trained in full.
     """
 
     config: Any
+    sizes: Sizes
     modules: Mapping[str, str]
     stacks: Sequence[Stacks] = ()
     tuned: Sequence[str] = ()
@@ -118,7 +122,7 @@ class Factors(StateMap):
                 continue
             last = "" if "embedding" in end else ".weight"
             for factor in (end, f"{end[:-1]}B"):
-                for view in step.take(f"{name}{factor}"):
+                for view in self._whole(step, name, f"{name}{factor}"):
                     step.give(f"{PREFIX}{self.modules[name]}{factor}{last}", view)
             if self.config.dora:
                 for lengths in step.take(f"{name}.{MAGNITUDE}"):
@@ -128,7 +132,7 @@ class Factors(StateMap):
                     step.give(f"{PREFIX}{self.modules[name]}.lora_magnitude_vector", lengths)
         for one in self.stacks:
             for factor, function in (("A", one.a), ("B", one.b)):
-                if parts := step.take(*(f"{name}_lora_{factor}" for name in one.updated)):
+                if parts := [view for name in one.updated for view in self._whole(step, name, f"{name}_lora_{factor}")]:
                     step.give(f"{PREFIX}{one.key}.lora_{factor}.weight", Made.of(parts, function))
 
         for name in self.tuned:
@@ -138,6 +142,15 @@ class Factors(StateMap):
                 continue
             for view in step.take(name):
                 step.give(f"{PREFIX}{self.modules[module]}.{last}", view)
+
+    def _whole(self, step: Step, name: str, factor: str) -> list[View]:
+        """A factor of a weight's own update, with those of its fixed ones at its side."""
+        fixed, own = self.sizes.fixed.get(name, ()), self.sizes.of(name)[1]
+        found = step.take(factor, *(f"{factor}_{one.kind}" for one in fixed))
+        if not fixed or not found:
+            return found
+        scales = [1.0, *(one.scale / own for one in fixed)] if factor.endswith("B") else [1.0] * len(found)
+        return [Made.of(found, partial(_beside, scales, -1 if factor.endswith("B") else -2))]
 
     def inverse(self) -> NoReturn:
         raise ConfigError("lora: the factors of a folder are not renamed back.")
@@ -164,7 +177,7 @@ def adapter(
         tuned: parameters that are trained in full.
     """
     named = {name: modules[name] for name in adapted if name in modules}
-    sizes = {theirs: given.chosen(name) for name, theirs in named.items()}
+    sizes = {theirs: given.together(name) for name, theirs in named.items()}
     layout = exported(job)
     taken = ends_of_experts(layout, stored) if layout is not None else set()
     if clash := next((theirs for theirs in named.values() if theirs.rpartition(".")[2] in taken), ""):
@@ -175,18 +188,24 @@ def adapter(
     known = fused(job, layout, stored) if layout is not None and {*adapted} - named.keys() else {}
     stacks = []
     for theirs, key in nested(known, [name for name, one in known.items() if {*one.pieces} & {*adapted}]).items():
-        pieces = [given.of(name) if name in adapted else (0, 0.0) for name in known[theirs].pieces]
+        pieces = [
+            (given.together(name)[0], given.of(name)[1]) if name in adapted else (0, 0.0)
+            for name in known[theirs].pieces
+        ]
         rank, first = sum(rank for rank, _ in pieces), next(scale for rank, scale in pieces if rank)
         ranks, scales = zip(*((rank, scale / first) for rank, scale in pieces), strict=True)
         stacks.append(Stacks(known[theirs], key, ranks, scales))
         alpha = first * divisor(rank, config.rslora)
         sizes[theirs] = (rank, alpha)
+    usual = (config.rank, config.alpha)
+    if sizes and usual not in sizes.values():
+        usual = Counter(sizes.values()).most_common(1)[0][0]
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
+        "r": usual[0],
+        "lora_alpha": usual[1],
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
         "use_dora": config.dora,
@@ -194,14 +213,20 @@ def adapter(
         "fan_in_fan_out": False,
         "target_modules": _targets(set(named.values()), set(modules.values())),
         # Their keys are patterns.
-        "rank_pattern": {re.escape(name): rank for name, (rank, _) in sizes.items() if rank != config.rank},
-        "alpha_pattern": {re.escape(name): alpha for name, (_, alpha) in sizes.items() if alpha != config.alpha},
+        "rank_pattern": {re.escape(name): rank for name, (rank, _) in sizes.items() if rank != usual[0]},
+        "alpha_pattern": {re.escape(name): alpha for name, (_, alpha) in sizes.items() if alpha != usual[1]},
     }
     if whole := sorted({modules[one] for one in (name.rpartition(".")[0] for name in tuned) if one in modules}):
         described["modules_to_save"] = whole
     if stacks:
         described["target_parameters"] = [one.fused.name for one in stacks]
-    return HFAdapter(Factors(config, modules, stacks, tuned), described)
+    return HFAdapter(Factors(config, given, modules, stacks, tuned), described)
+
+
+def _beside(scales: Sequence[float], axis: int, parts: list[Tensor]) -> Tensor:
+    import torch
+
+    return torch.cat([one * scale for one, scale in zip(parts, scales, strict=True)], axis)
 
 
 def _targets(adapted: set[str], known: set[str]) -> list[str]:

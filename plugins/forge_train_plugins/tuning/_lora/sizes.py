@@ -12,6 +12,7 @@ from forge_train_kit.model.block_format import BlockFormat
 
 if TYPE_CHECKING:
     from ..lora import LoRA
+    from .fixed import Fixed
 
 
 @dataclass
@@ -21,6 +22,8 @@ class Sizes:
     config: LoRA.Config
     given: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Weight → rank and alpha in `lora.adapter`."""
+    fixed: dict[str, tuple[Fixed, ...]] = field(default_factory=dict)
+    """Weight → its updates that are not trained."""
 
     def chosen(self, name: str) -> tuple[int, float]:
         """Rank and alpha of a weight's update.
@@ -44,6 +47,12 @@ class Sizes:
         """Rank and scale of a weight's update; raises as `chosen` does."""
         rank, alpha = self.chosen(name)
         return rank, alpha / divisor(rank, self.config.rslora)
+
+    def together(self, name: str) -> tuple[int, float]:
+        """Rank and alpha of one update that is the weight's own and the fixed ones; raises as `chosen` does."""
+        rank, scale = self.of(name)
+        total = rank + sum(one.rank for one in self.fixed.get(name, ()))
+        return (total, scale * divisor(total, self.config.rslora)) if total > rank else self.chosen(name)
 
 
 def divisor(rank: int, rslora: bool) -> float:

@@ -29,29 +29,34 @@ class Source:
     Args:
         key: the module that has it in the folder.
         read: reads a factor, `A` or `B`, or the `magnitude` of its rows.
-        folder: the folder's path.
+        folder: the folder.
         size: rank and alpha.
     """
 
     key: str
     read: Callable[[str], Tensor]
-    folder: str
+    folder: Folder
     size: tuple[int, float]
+
+    @property
+    def scale(self) -> float:
+        rank, alpha = self.size
+        return alpha / divisor(rank, bool(self.folder.config.get("use_rslora")))
 
     def check(self, name: str, rows: int, columns: int) -> None:
         """Raises ConfigError for an update of another rank, or of a weight of another shape."""
         a, b = self.read("A"), self.read("B")
         if (held := a.shape[-2]) != self.size[0]:
             raise ConfigError(
-                f"lora.adapter: {self.folder} holds {held} rows for {name!r}, and its adapter_config.json says "
-                f"{self.size[0]}.",
-                key="lora.adapter",
+                f"{self.folder.key}: {self.folder.path} holds {held} rows for {name!r}, and its adapter_config.json "
+                f"says {self.size[0]}.",
+                key=self.folder.key,
             )
         if sorted(found := (b.shape[-2], a.shape[-1])) != sorted((rows, columns)):
             raise ConfigError(
-                f"lora.adapter: {self.folder} updates a weight of {found[0]} × {found[1]}, but {name!r} has "
+                f"{self.folder.key}: {self.folder.path} updates a weight of {found[0]} × {found[1]}, but {name!r} has "
                 f"{rows} × {columns}: it is an adapter of another model.",
-                key="lora.adapter",
+                key=self.folder.key,
             )
 
 
@@ -63,10 +68,10 @@ def sources(folder: Folder, job: Job, stored: Mapping[str, View]) -> dict[str, S
     """
     layout = exported(job)
     if layout is None:
-        raise ConfigError("lora.adapter: no plugin knows the Hugging Face names of this model (export_hf).")
-    known, path = set(folder.modules), str(folder.path)
+        raise ConfigError(f"{folder.key}: no plugin knows the Hugging Face names of this model (export_hf).")
+    known = set(folder.modules)
     found = {
-        own: Source(theirs, partial(folder.read, theirs), path, folder.size(theirs))
+        own: Source(theirs, partial(folder.read, theirs), folder, folder.size(theirs))
         for own, theirs in same_modules(layout, stored).items()
         if theirs in known
     }
@@ -79,7 +84,7 @@ def sources(folder: Folder, job: Job, stored: Mapping[str, View]) -> dict[str, S
             scale = alpha / divisor(rank, rslora)
             for own, read in _stacks(folder, key, stacks[theirs]).items():
                 rank = read("A").shape[1]
-                found[own] = Source(key, read, path, (rank, scale * divisor(rank, rslora)))
+                found[own] = Source(key, read, folder, (rank, scale * divisor(rank, rslora)))
     return found
 
 
