@@ -282,8 +282,8 @@ def test_a_reference_with_its_adapter_on_is_told(
 ) -> None:
     """Peers have trained like that, at a loss of ln 2."""
     more = {"adamw__lr": 1e-2, "train__init_from": base}
-    monkeypatch.setattr("forge_train_plugins.tasks._dpo.without_updates", lambda part: torch.no_grad())
-    monkeypatch.setattr("forge_train_plugins.tasks.dpo.DIFFERS_BY", 3)
+    monkeypatch.setattr("forge_train_kit.reference.scores.without_updates", lambda part: torch.no_grad())
+    monkeypatch.setattr("forge_train_kit.reference.plugin.DIFFERS_BY", 3)
     with pytest.raises(ConfigError, match="after 3 steps the reference still scores every answer as the model does"):
         trained(run_forge, tmp_path, steps=4, plugins=["lora"], **more)
 

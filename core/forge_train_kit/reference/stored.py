@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from forge_train import MASKED, Batch, ConfigError, Job
 from forge_train.base.files import write_json
 from forge_train.checkpoint.checkpoint import resolve
 from forge_train.checkpoint.seal import weights_digest
-from forge_train_kit import hookspecs
-from forge_train_kit.model import row_log_probabilities
 
-if TYPE_CHECKING:
-    from .dpo import DPO
+from .. import hookspecs
+from ..model import row_log_probabilities
+from .plugin import REFERENCE, ReferencePlugin
 
 TARGET = "reference_log_probability"
 """The target with the summed log-probability of each row's answer, `[batch]` fp32."""
@@ -34,10 +33,14 @@ class StoredReference:
 
     An answer is known by a hash of its labels and of the tokens before them, so the file depends neither on the order
     of batches nor on the layout that computed it.
+
+    Args:
+        job: the run.
+        plugin: whose answers these are.
     """
 
     job: Job
-    config: DPO.Config
+    plugin: ReferencePlugin
     _known: dict[str, float] = field(default_factory=dict)
     _keys: list[str] | None = None
     """Of the batch that the reference is about to see, while the file is computed."""
@@ -52,7 +55,10 @@ class StoredReference:
         if not self._known:
             self._known = {"": 0.0, **self._obtained()}  # padding has no key
         if not self._known.keys() >= {*keys}:
-            raise ConfigError(f"dpo.stored: {self.config.stored} has no log-probability for an answer of the data.")
+            plugin = self.plugin
+            raise ConfigError(
+                f"{plugin.key}.stored: {plugin.config.stored} has no log-probability for an answer of the data."
+            )
         found = [self._known[key] for key in keys]
         return batch.with_targets({TARGET: torch.tensor(found, dtype=torch.float32)})
 
@@ -62,7 +68,7 @@ class StoredReference:
         Raises:
             ConfigError: if the file is of another reference, or of other data.
         """
-        file, job = Path(self.config.stored), self.job
+        file, job = Path(self.plugin.config.stored), self.job
         splits: tuple[Split, ...] = ("train", "validation") if job.config.train.evaluate_every else ("train",)
         loaders = {split: job.hooks.build_data(split) for split in splits}
         data = {
@@ -71,12 +77,13 @@ class StoredReference:
         }
         tokenizer = hookspecs.tokenizer(job).digest if job.hooks.provider("tokenizer") else ""
         made_of = {"reference": self._reference_digest(), "tokenizer": tokenizer}
-        if (reference := job.models.get("reference")) is not None:
+        if (reference := job.models.get(REFERENCE)) is not None:
             known: dict[str, float] = {}
             self._keys = []
             for split, loader in loaders.items():
                 for batch in self._epoch(loader, split):
-                    known |= self._computed(reference, batch)
+                    for one in self.plugin.views(batch):
+                        known |= self._computed(reference, one)
             self._keys = None
             reference.free_gathered()
             known = {key: value for part in reversed(job.dist.gather_objects(known)) for key, value in part.items()}
@@ -87,22 +94,22 @@ class StoredReference:
             }
             job.dist.on_main(lambda: write_json(file, content))
         else:
-            content = job.dist.on_main(lambda: read(file))
+            content = job.dist.on_main(lambda: read(file, f"{self.plugin.key}.stored"))
             for name, what in (("reference", "another reference"), ("tokenizer", "another tokenizer")):
                 if content["made_of"][name] != made_of[name]:
-                    raise ConfigError(f"dpo.stored: {file} was computed with {what}; name a new file.")
+                    raise ConfigError(f"{self.plugin.key}.stored: {file} was computed with {what}; name a new file.")
             for split, identity in data.items():
                 if content["data"].get(split) != identity:
                     raise ConfigError(
-                        f"dpo.stored: {file} was computed from other {split} data, or with another template, tokenizer "
-                        "or train.sequence; name a new file."
+                        f"{self.plugin.key}.stored: {file} was computed from other {split} data, or with another "
+                        "template, tokenizer or train.sequence; name a new file."
                     )
         found: dict[str, float] = content["log_probabilities"]
         return found
 
     def _reference_digest(self) -> str:
         """Identifies the reference: its weights, the sections that make a model of them, and its precision."""
-        job, mine = self.job, self.config
+        job, mine = self.job, self.plugin.config
         weights = weights_digest(resolve(Path(mine.weights or job.config.train.init_from), job.dist))
         provider = job.hooks.provider("build_model")
         section = asdict(job.config.sections[provider]) if provider else {}
@@ -113,14 +120,15 @@ class StoredReference:
         """Micro-batches of this rank that cover all pairs, as many on every rank."""
         dist, epoch = self.job.dist, int(getattr(loader, "epoch", None) or 0)
         first = next(loader)
-        if "member" not in first.targets or (split == "train" and not epoch):
-            raise ConfigError("dpo.stored: these data don't say where they end; use those of text_pairs.")
+        plugin, rows = self.plugin, self.plugin.member
+        if rows not in first.targets or (split == "train" and not epoch):
+            raise ConfigError(f"{plugin.key}.stored: these data don't say where they end; use those of {plugin.data}.")
         each = self.job.config.train.micro_batch * dist.data_ranks
         rest = range(each, epoch, each) if split == "train" else count()
         yield first
         last = first
         for _ in rest:
-            if split == "validation" and any(dist.gather_objects(bool((last.targets["member"] < 0).any()))):
+            if split == "validation" and any(dist.gather_objects(bool((last.targets[rows] < 0).any()))):
                 return
             yield (last := next(loader))
 
@@ -131,7 +139,7 @@ class StoredReference:
         batch = job.hooks.prepare_batch()([batch], 0)[0].to(job.device)
         hidden = reference(batch.inputs, **batch.model_inputs())
         head = reference.parts[-1].get_submodule("head")
-        sums, _ = row_log_probabilities(hidden, head, batch.labels, job, chunk=self.config.chunk)
+        sums, _ = row_log_probabilities(hidden, head, batch.labels, job, chunk=self.plugin.config.chunk)
         return {key: value for key, value in zip(self._keys or (), sums.tolist(), strict=True) if key}
 
 
@@ -145,8 +153,8 @@ def answer_key(inputs: Tensor, labels: Tensor) -> str:
     return hashlib.blake2b(both.tobytes(), digest_size=16).hexdigest()
 
 
-def read(file: Path) -> dict[str, Any]:
-    """The content of a file.
+def read(file: Path, key: str) -> dict[str, Any]:
+    """The content of a file, which a key of the configuration names.
 
     Raises:
         ConfigError: if it is no such file.
@@ -157,4 +165,4 @@ def read(file: Path) -> dict[str, Any]:
             return dict(content)
     except (ValueError, AttributeError):
         pass
-    raise ConfigError(f"dpo.stored: {file} holds no log-probabilities of a reference.")
+    raise ConfigError(f"{key}: {file} holds no log-probabilities of a reference.")
