@@ -30,6 +30,12 @@ CASES: dict[str, tuple[int, tuple[str, ...], Settings, Settings]] = {
         {"parallel.pp": 2, "train.micro_batch": 4},
         {**SIGMOID, "dpo.stored": "reference.json"},
     ),
+    "tp2, stored": (
+        2,
+        ("tp",),
+        {"parallel.tp": 2, "train.micro_batch": 4},
+        {**SIGMOID, "dpo.stored": "computed-by-tp.json"},
+    ),
     "pp2, simpo": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 4}, {"dpo.loss": "simpo"}),
     "pp2, orpo": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 4}, {"dpo.loss": "orpo"}),
 }
@@ -75,12 +81,13 @@ def test_agrees_with_one_process(verify: Verifier, data: Path, case: str) -> Non
     loss = dict(loss)
     stored = {"dpo.stored": str(data / loss.pop("dpo.stored"))} if "dpo.stored" in loss else {}
     reference = request(data, (), **loss)
-    if stored:  # computed by two ranks that share the pairs, and looked up by two that share the layers
+    if (
+        stored and "pp" in plugins
+    ):  # computed by two ranks that share the pairs, and looked up by two that share the layers
         values = [*request(data, (), **loss, **stored).set, "train.steps=1", "train.micro_batch=2"]
         options = [part for one in values for part in ("-s", one)]
         run = ("--run-dir", data, "--name", "first", "--nproc", "2")
         done = forge_cli.forge("train", data / "dpo.toml", "-p", "dpo,text_pairs,fsdp2", *run, *options)
         assert done.code == 0, done.err
-        loss |= stored
-    verdict = verify(request(data, plugins, **layout, **loss), world, steps=2, reference=reference)
+    verdict = verify(request(data, plugins, **layout, **loss, **stored), world, steps=2, reference=reference)
     assert verdict.agree, verdict

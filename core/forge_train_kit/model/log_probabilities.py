@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def row_log_probabilities(
-    hidden: Tensor, head: nn.Module, labels: Tensor, job: Job, *, chunk: int = 0
+    hidden: Tensor, head: nn.Module, labels: Tensor, job: Job, *, chunk: int = 0, gathered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The summed log-probability of the unmasked labels of each row, and their number; both `[batch]` fp32.
 
@@ -33,13 +33,16 @@ def row_log_probabilities(
         labels: `[batch, sequence]`, where −100 is masked.
         job: the run.
         chunk: tokens whose logits exist at once; 0 chooses.
+        gathered: whether every rank gathers the logits of a chunk: before a step or an evaluation, outside of the spans
+            in which torch computes with logits that are sharded over the vocabulary (`loss_parallel`).
     """
-    sums = sum_in_chunks(partial(_by_row, head), head, chunk, hidden, labels)
+    sums = sum_in_chunks(partial(_by_row, head, gathered), head, chunk, hidden, labels)
     return sum_of_slices(sums, job), sum_of_slices((labels != MASKED).sum(1).float(), job)
 
 
-def _by_row(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+def _by_row(head: nn.Module, gathered: bool, hidden: Tensor, labels: Tensor) -> Tensor:
     """`[batch]`, of one chunk."""
-    log_probabilities = F.log_softmax(head(hidden).float().flatten(0, 1), -1)
+    logits = full_tensor(head(hidden)) if gathered else head(hidden)
+    log_probabilities = F.log_softmax(logits.float().flatten(0, 1), -1)
     each = full_tensor(F.nll_loss(log_probabilities, labels.flatten(), ignore_index=MASKED, reduction="none"))
     return -each.view(labels.shape).sum(1)

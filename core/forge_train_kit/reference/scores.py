@@ -34,11 +34,14 @@ class AnswerScores:
     own_reference: bool = False
     moved: bool = False
 
-    def compared(self, part: nn.Module, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def compared(
+        self, part: nn.Module, hidden: Tensor, batch: Batch, *, gathered: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The log-probability of each row's answer, its number of tokens (at least 1), and the log-probability less the
-        reference's, or the same without a reference; all `[batch]` fp32."""
-        sums, tokens = self._scores(part, hidden, batch)
-        reference = self._reference(part, batch)
+        reference's, or the same without a reference; all `[batch]` fp32. For `gathered`, see `row_log_probabilities`.
+        """
+        sums, tokens = self._scores(part, hidden, batch, gathered)
+        reference = self._reference(part, batch, gathered)
         relative = sums if reference is None else sums - reference
         if self.own_reference and not self.moved and relative.any():
             self.moved = True
@@ -49,17 +52,18 @@ class AnswerScores:
         return logits
 
     @torch.no_grad()
-    def _reference(self, part: nn.Module, batch: Batch) -> Tensor | None:
+    def _reference(self, part: nn.Module, batch: Batch, gathered: bool) -> Tensor | None:
         """The reference's log-probability of each row, `[batch]`; None without a reference."""
         if (stored := batch.targets.get(TARGET)) is not None:
             return stored
         if self.own_reference:
             with without_updates(part):
-                return self._scores(part, part(batch.inputs, **batch.model_inputs()), batch)[0]
+                return self._scores(part, part(batch.inputs, **batch.model_inputs()), batch, gathered)[0]
         if (reference := self.job.models.get(REFERENCE)) is None:
             return None
-        return self._scores(reference.parts[-1], reference(batch.inputs, **batch.model_inputs()), batch)[0]
+        hidden = reference(batch.inputs, **batch.model_inputs())
+        return self._scores(reference.parts[-1], hidden, batch, gathered)[0]
 
-    def _scores(self, part: nn.Module, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        head = part.get_submodule("head")
-        return row_log_probabilities(hidden, head, batch.labels, self.job, chunk=self.config.chunk)
+    def _scores(self, part: nn.Module, hidden: Tensor, batch: Batch, gathered: bool) -> tuple[Tensor, Tensor]:
+        head, chunk = part.get_submodule("head"), self.config.chunk
+        return row_log_probabilities(hidden, head, batch.labels, self.job, chunk=chunk, gathered=gathered)

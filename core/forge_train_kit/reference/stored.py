@@ -139,7 +139,8 @@ class StoredReference:
         batch = job.hooks.prepare_batch()([batch], 0)[0].to(job.device)
         hidden = reference(batch.inputs, **batch.model_inputs())
         head = reference.parts[-1].get_submodule("head")
-        sums, _ = row_log_probabilities(hidden, head, batch.labels, job, chunk=self.plugin.config.chunk)
+        chunk = self.plugin.config.chunk
+        sums, _ = row_log_probabilities(hidden, head, batch.labels, job, chunk=chunk, gathered=True)
         return {key: value for key, value in zip(self._keys or (), sums.tolist(), strict=True) if key}
 
 
