@@ -54,6 +54,18 @@ def of_a_head(name: str, folder: Path) -> dict[str, Any]:
     return {**more, **classes, "plugins": ["classify" if name == "text_labels" else "text_labels"]}
 
 
+def of_feedback(name: str, folder: Path) -> dict[str, Any]:
+    """Judged answers, a reference, and the plugin that goes with the other one."""
+    lines = [json.dumps({"prompt": f"say {at}", "completion": str(at), "label": at % 2 > 0}) for at in range(400)]
+    (folder / "feedback.jsonl").write_text("\n".join(lines))
+    size = {"decoder.vocabulary": 320}
+    base = run_forge([], size, steps=1, folder=folder / "base").run
+    more = {**size, "text_feedback.cache": str(folder / "cache"), "text_feedback.template": "plain"}
+    more |= {"text_feedback.long": "right", "kto.weights": str(base)}
+    plugins = ["text_feedback" if name == "kto" else "kto"]
+    return {"text_feedback.path": str(folder / "feedback.jsonl"), **more, "plugins": plugins}
+
+
 def needed(name: str, folder: Path) -> dict[str, Any]:
     """What a plugin can't be tried without."""
     if name == "distill":
@@ -71,8 +83,9 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
             "plugins": ["pair_task:Contrast"],
         }
         return {"text_pairs.path": str(folder / "pairs.jsonl"), **more}
-    if name in ("classify", "token_classify", "text_labels", "embed", "reward", "dpo"):
-        return of_a_head(name, folder)
+    judged = name in ("kto", "text_feedback")
+    if judged or name in ("classify", "token_classify", "text_labels", "embed", "reward", "dpo"):
+        return of_feedback(name, folder) if judged else of_a_head(name, folder)
     if name in ("tokens", "mixture"):
         (folder / "text.txt").write_text("".join(f"line {number}\n" for number in range(4000)))
         prepare(Preparation((str(folder / "text.txt"),), folder / "tokens", held_out=0.2), Progress())

@@ -205,7 +205,7 @@ def test_preference_pairs_have_a_common_prompt(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
-        ({"prompt": "a", "completion": "b", "label": True}, "prompt, completion and label (KTO) are one answer"),
+        ({"prompt": "a", "completion": "b", "label": True}, "prompt, completion and label are one answer"),
         ({"chosen": "b"}, "expected chosen and rejected; the fields are chosen"),
         ({"chosen": "b", "rejected": "c"}, "chosen is a string, and there is no prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),

@@ -14,6 +14,8 @@ LEFT_OUT = {
     "hf_datasets": "reads from another library; its rows reach the device as those of text do",
     "mixture": "mixes sources; their rows reach the device as those of text do",
     "distill": "needs a checkpoint to learn from",
+    "kto": "needs a checkpoint to compare with",
+    "text_feedback": "is read by kto; its rows reach the device as those of text_pairs do",
     "tokens": "reads what `forge data prepare` made of text; its rows reach the device as those of text do",
     "token_classify": "is `classify` with a label for each token",
     **dict.fromkeys(("cp", "tp", "pp", "ep", "fsdp2", "zero1", "ddp"), "does nothing on one process; see TWO_RANKS"),

@@ -28,7 +28,7 @@ class Documents:
     """
 
     def __init__(self, shards: Sequence[Shard], digest: str = "", *, vocabulary: int | None = None) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self.shards = [shard for shard in shards if len(shard.tokens)]
         self._starts = list(accumulate((len(shard.tokens) for shard in self.shards), initial=0))
         self._firsts = list(accumulate((len(shard.ends) for shard in self.shards), initial=0))
@@ -72,7 +72,7 @@ class Documents:
         Raises:
             ConfigError: naming the file and the position.
         """
-        limit = self._vocabulary
+        limit = self.vocabulary
         if limit is None or not read.size or read.max() < limit:
             return
         for start, count in spans:

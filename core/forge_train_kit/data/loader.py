@@ -17,6 +17,7 @@ from forge_train.contract.batch import TOKENS, Batch
 
 from ..losses import LABEL_WEIGHTS
 from .documents import Int64
+from .mismatched import with_mismatched
 from .plugin import Prefetch
 from .reading import Reader, Reading
 from .rows import Arrays
@@ -209,7 +210,7 @@ def as_batch(arrays: Arrays, *, pin: bool, target: str = SOURCE) -> Batch:
 
     positions, documents = arrays.position_ids, arrays.document_ids
     targets = {target: arrays.sources, LABEL_WEIGHTS: arrays.weights}
-    return Batch(
+    made = Batch(
         tensor(arrays.inputs),
         tensor(arrays.labels),
         None if positions is None else tensor(positions),
@@ -217,3 +218,4 @@ def as_batch(arrays: Arrays, *, pin: bool, target: str = SOURCE) -> Batch:
         targets={name: tensor(one) for name, one in targets.items() if one is not None},
         axes={} if arrays.weights is None else {LABEL_WEIGHTS: TOKENS},
     )
+    return made if arrays.mismatched is None else with_mismatched(made, as_batch(arrays.mismatched, pin=pin))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,4 +149,8 @@ def _mask(arrays: Arrays, padding: NDArray[np.bool_]) -> None:
 def joined(parts: list[Arrays]) -> Arrays:
     """Rows of several reads, one after the other."""
     found = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Arrays)}
-    return Arrays(**{name: np.concatenate(one) for name, one in found.items() if one[0] is not None})
+    return Arrays(**{name: _joined(one) for name, one in found.items() if one[0] is not None})
+
+
+def _joined(parts: list[Any]) -> Any:
+    return joined(parts) if isinstance(parts[0], Arrays) else np.concatenate(parts)

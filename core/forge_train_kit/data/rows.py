@@ -27,10 +27,12 @@ class Arrays:
     position_ids: Int64 | None = None
     document_ids: Int64 | None = None
     sources: Int64 | None = None
-    """Source of each row in a mixture, or its place in its pair, `[rows]`; -1 in rows that do not
-    count."""
+    """Source of each row in a mixture, its place in its pair, or 1 for a desirable answer and 0 for an undesirable one,
+    `[rows]`; -1 in rows that do not count."""
     weights: Weights | None = None
     """Weight of each label's loss, `[rows, sequence]`; None if all weigh 1."""
+    mismatched: Arrays | None = None
+    """As many rows again: the prompt of each with the answer of another, for feedback."""
 
 
 class Rows(Protocol):

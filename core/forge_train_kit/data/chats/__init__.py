@@ -7,6 +7,7 @@ ids, trained = tokenise(tokenizer, segments)
 
 from .beside import save_template, turn_end, write_beside
 from .faithful import check_written
+from .feedback import feedback
 from .literal import LiteralEncoder, literal_spans
 from .pairs import EmbeddingTexts, Preference, embedding_texts, preference, render_preference
 from .records import SHAPES, Conversation, conversation
@@ -30,6 +31,7 @@ __all__ = [
     "check_written",
     "conversation",
     "embedding_texts",
+    "feedback",
     "literal_spans",
     "open_template",
     "preference",

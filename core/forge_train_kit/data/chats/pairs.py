@@ -47,7 +47,7 @@ def preference(record: Mapping[str, Any], where: str = "this record") -> Prefere
     fields = {name: value for name, value in record.items() if value is not None and (name, value) != ("prompt", "")}
     if "chosen" not in fields and {"completion", "label"} <= fields.keys():
         raise ConfigError(
-            f"{where}: prompt, completion and label (KTO) are one answer with a verdict, and a pair needs two: join a "
+            f"{where}: prompt, completion and label are one answer with a verdict, and a pair needs two: join a "
             "true and a false answer to the same prompt into a record of prompt, chosen and rejected."
         )
     if null := [name for name in ("chosen", "rejected") if name in record and name not in fields]:

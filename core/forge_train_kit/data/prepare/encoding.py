@@ -22,6 +22,7 @@ from ..chats import (
     check_written,
     conversation,
     embedding_texts,
+    feedback,
     literal_spans,
     open_template,
     preference,
@@ -120,6 +121,9 @@ def encoded(
     elif wanted.pairs:
         for text, both in pairs(piece, wanted, maker):
             yield text, [*both]
+    elif maker.template is not None and wanted.feedback:
+        for text, both in answers(piece, wanted, maker, maker.template):
+            yield text, [*both]
     elif maker.template is not None:
         for text, turns in chats(piece, wanted, maker, maker.template):
             yield text, [*turns]
@@ -137,14 +141,35 @@ def chats(
         for one in samples or [found]:
             if one.silent:
                 raise ConfigError(f"{one.where}: the assistant's turn is empty; a model would learn to say nothing.")
-            segments = maker.literal(render(template, one, learn=wanted.learn, pattern=wanted.learn_pattern), one)
-            check_written(template, one, segments.text)
-            text = utf8(segments.text, one.where)
-            ids, trained = tokenise_ended(maker.tokenizer, template, segments, maker.ends)
-            if not trained.any():
+            text, _, member = _chat(one, wanted, maker, template)
+            if not member[1].any():
                 raise ConfigError(f"{one.where}: no token is learned of this conversation.")
-            members.append((ids, trained, len(text)))
+            members.append(member)
         yield text, members
+
+
+def _chat(
+    one: Conversation, wanted: Preparation, maker: Maker, template: Template
+) -> tuple[bytes, Segments, tuple[Ids, Learned, int]]:
+    """The text of a conversation, its rendering, and its document."""
+    segments = maker.literal(render(template, one, learn=wanted.learn, pattern=wanted.learn_pattern), one)
+    check_written(template, one, segments.text)
+    text = utf8(segments.text, one.where)
+    return text, segments, (*tokenise_ended(maker.tokenizer, template, segments, maker.ends), len(text))
+
+
+def answers(
+    piece: Piece, wanted: Preparation, maker: Maker, template: Template
+) -> Iterator[tuple[bytes, list[tuple[Ids, Learned, int]]]]:
+    """The prompt of each answer of a piece, and two documents: the prompt with the answer, and the label as one
+    token."""
+    for where, record in _named(piece, wanted, maker):
+        found, desirable = feedback(record, where)
+        _, segments, member = _chat(found, wanted, maker, template)
+        if not member[1].any():
+            raise ConfigError(f"{where}: the answer has no token that counts.")
+        label = np.asarray([desirable], np.uint32), np.zeros(1, member[1].dtype), 0
+        yield segments.text[: segments.learned[0][0]].encode(), [member, label]
 
 
 def pairs(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[bytes, list[tuple[Ids, Learned, int]]]]:

@@ -52,6 +52,8 @@ class Preparation:
         split_special_tokens: whether special tokens in messages and tools stay text.
         pairs: whether records are pairs, each of which becomes two consecutive documents: preferences, which are
             conversations too, or texts.
+        feedback: whether each record also has a label, true or false; it becomes a document of one token after the
+            answer's.
         maps: changes of texts, in order, as `Maps` takes them.
         labels: fields of texts and labels, if records have labels; each record becomes two documents, of tokens and of
             classes.
@@ -77,6 +79,7 @@ class Preparation:
     each_turn: bool = False
     split_special_tokens: bool = False
     pairs: Literal["", "preference", "embedding"] = ""
+    feedback: bool = False
     maps: tuple[str, ...] = ()
     labels: Labels | None = None
     section: str = ""
@@ -94,7 +97,7 @@ class Preparation:
             named: dict[str, Any] = {}
             if self.rename or self.roles:
                 named = {"rename": dict(self.rename), "roles": dict(self.roles)}
-            options = ("each_turn", "split_special_tokens", "learn_pattern")
+            options = ("each_turn", "split_special_tokens", "learn_pattern", "feedback")
             named |= {key: value for key in options if (value := getattr(self, key))}
             chosen = {
                 "template": self.template,

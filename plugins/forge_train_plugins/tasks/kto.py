@@ -1,0 +1,88 @@
+"""Kahneman-Tversky optimisation: a language model learns from answers that were judged one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from forge_train import Batch, Gt, Preparation, PrepareStep, Problem, Task, hookimpl, section
+from forge_train_kit.reference.plugin import ReferencePlugin, ReferenceSection
+
+if TYPE_CHECKING:
+    from forge_train import Job, Metric, Model
+    from forge_train.config import Config as RunConfig
+
+    from ._kto import JudgedAnswers, ReferencePoint
+
+
+class KTO(ReferencePlugin):
+    """Unpaired preferences: desirable answers are to become more likely, and undesirable ones less (arXiv:2402.01306).
+
+    The loss is eq. 8: with r the log-probability of an answer less the reference's, it is λ_D · (1 − σ(β (r − z0))) for
+    a desirable answer and λ_U · (1 − σ(β (z0 − r))) for an undesirable one, and the mean over the answers of the global
+    batch. The reference point z0 estimates how far the model is from its reference: it is the mean of r over the
+    prompts of the global batch, each with the answer of another prompt, and at least 0. It has no gradient, and is
+    computed without dropout, before the first micro-batch of a step. Only the tokens of the answers count, including
+    the one that ends the turn.
+
+    The reference is by default the weights that the run starts from: with `lora`, the run's own model while its updates
+    are switched off, and otherwise a second model.
+
+    An answer's reward is β r. `kto.chosen_reward` is its mean over desirable answers, `kto.rejected_reward` that over
+    undesirable ones, `kto.margin` the difference of the two, and `kto.kl` is z0.
+
+    If the reference has moved, resume the run with its new path in `kto.weights` and
+    `checkpoint.allow_changes = ["kto.weights"]`; its weights must be identical.
+    """
+
+    api = (1, 0)
+    key, data, member = "kto", "text_feedback", "desirable"
+    gives: ClassVar[Mapping[str, str]] = {"task": "preferences"}
+    takes: ClassVar[Mapping[str, tuple[str, ...]]] = {"head": ("token_logits",), "build_data": ("feedback",)}
+
+    @section
+    class Config(ReferenceSection):
+        beta: Annotated[float, Gt(0)] = 0.1
+        """Scale of the rewards: larger keeps the model nearer to its reference."""
+        desirable_weight: Annotated[float, Gt(0)] = 1.0
+        """Weight λ_D of a desirable answer."""
+        undesirable_weight: Annotated[float, Gt(0)] = 1.0
+        """Weight λ_U of an undesirable answer. If there are more of one kind, TRL advises that λ_D × the number of
+        desirable answers be 1 to 4/3 times λ_U × the number of undesirable ones."""
+
+    config: Config
+    _observed: Mapping[str, Any] | None = None
+    _task: JudgedAnswers
+    _point: ReferencePoint | None = None
+
+    def views(self, batch: Batch) -> tuple[Batch, ...]:
+        from forge_train_kit.data.mismatched import split_mismatched
+
+        return split_mismatched(batch)
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        yield from self.check_reference(config, "the loss", "kto.stored")
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> list[Preparation]:
+        from ._kto import ReferencePoint
+
+        self._point = self._point or ReferencePoint(job)
+        return [*super().prepare_batch(job), PrepareStep(self._point)]
+
+    @hookimpl
+    def task(self, job: Job) -> Task:
+        from ._kto import JudgedAnswers
+
+        self._task = JudgedAnswers(job, self.config, lambda: self._observed, self.is_own_reference(job))
+        return self._task
+
+    @hookimpl
+    def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
+        from ._kto import make_metrics
+
+        if self._point is not None:
+            self._point.bind(model, self._task)
+        self._observed = make_metrics()
+        return self._observed
