@@ -22,6 +22,7 @@ TASKS: Mapping[str, tuple[tuple[str, ...], Settings]] = {
     "sft": (("sft",), {"sft.template": "plain", "sft.long": "left"}),
     "dpo": (("dpo", "text_pairs"), {"dpo.beta": 0.5, "dpo.label_smoothing": 0.1, "dpo.sft_weight": 0.2}),
     "orpo": (("dpo", "text_pairs"), {"dpo.loss": "orpo"}),
+    "kto": (("kto", "text_feedback"), {"kto.beta": 0.5, "kto.undesirable_weight": 1.3}),
     "distil": (("distill", "sft"), {"sft.template": "plain", "sft.long": "left", "distill.share": 0.7}),
 }
 ADAPTERS: Mapping[str, Settings] = {
@@ -53,6 +54,12 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], Settings]] = {
     "ep2×tp2": (4, ("ep", "tp"), {"parallel.ep": 2, "parallel.tp": 2, "train.micro_batch": 2}),
     "etp2": (2, ("ep", "tp"), {"parallel.tp": 2, "parallel.etp": 2}),
 }
+WHOLE = {
+    "dpo": "dpo.loss: 'sigmoid' needs a reference",
+    "kto": "kto.stored: the loss needs a reference",
+    "distil": "The extra model 'teacher' runs whole",
+}
+"""Tasks that a pipeline refuses, and the start of the sentence."""
 OF_EXPERTS = ("ep2", "ep2×tp2", "etp2")
 """Layouts of models with experts; they also run on the first, beside which their ranks share the data."""
 
@@ -90,10 +97,8 @@ class Tuned:
     @property
     def refused(self) -> str:
         """The start of the sentence that refuses it, or nothing."""
-        if self.layout == "pp2" and self.task in ("dpo", "distil"):
-            return {"dpo": "dpo.loss: 'sigmoid' needs a reference", "distil": "The extra model 'teacher' runs whole"}[
-                self.task
-            ]
+        if self.layout == "pp2" and self.task in WHOLE:
+            return WHOLE[self.task]
         if self.layout == "etp2" and self.model == "qwen2_moe":
             return "hf: the experts of Qwen2MoeModel of transformers can't be split within"
         return ""
@@ -102,13 +107,13 @@ class Tuned:
         folder = file.parent
         base = trained(folder, self.model)
         tasks, own = TASKS[self.task]
-        data = {"sft": "chats.jsonl", "text_pairs": "pairs.jsonl"}[tasks[-1]]
-        if tasks[-1] == "text_pairs":
-            own = {"text_pairs.template": "plain", "text_pairs.long": "left", **own}
+        data = {"sft": "chats", "text_pairs": "pairs", "text_feedback": "feedback"}[tasks[-1]]
+        if tasks[-1] != "sft":
+            own = {f"{tasks[-1]}.template": "plain", f"{tasks[-1]}.long": "left", **own}
         if self.task == "distil":
             own = {"distill.weights": str(trained(folder, self.model, seed=4)), **own}
         values = {
-            f"{tasks[-1]}.path": str(folder / data),
+            f"{tasks[-1]}.path": str(folder / f"{data}.jsonl"),
             f"{tasks[-1]}.cache": str(folder / "cache"),
             f"{tasks[-1]}.held_out": 0.1,
             "train.init_from": str(base),
@@ -134,7 +139,7 @@ def _configured(model: str) -> Settings:
 
 
 def write(folder: Path) -> Path:
-    """Chats and pairs of unlike lengths, and the configuration that every case shares."""
+    """Chats, pairs and feedback of unlike lengths, and the configuration that every case shares."""
     chance, words = random.Random(0), compositions.WORDS.split()
 
     def said() -> str:
@@ -145,7 +150,8 @@ def write(folder: Path) -> Path:
         for _ in range(120)
     ]
     pairs = [{"prompt": said(), "chosen": said(), "rejected": f"{said()}!"} for _ in range(120)]
-    for name, records in (("chats", chats), ("pairs", pairs)):
+    feedback = [{"prompt": said(), "completion": said(), "label": chance.random() < 0.6} for _ in range(120)]
+    for name, records in (("chats", chats), ("pairs", pairs), ("feedback", feedback)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
     return compositions.write_config(
         folder / "tuning.toml",
