@@ -172,8 +172,8 @@ class ReferencePlugin(Plugin):
         if update.step == 1 and self._task.own_reference and not taken and (found := updated_already(self._model)):
             raise ConfigError(
                 f"{self.key}.weights: the reference is the model without its updates, and the run begins with some of "
-                f"{format_list(found, 2)}, so it is not where the run starts. Put that adapter in lora.beneath, "
-                "start from the tuned model merged (forge checkpoint export), or name a reference.",
+                f"{format_list(found, 2)}, so it is not where the run starts. Put that adapter beneath a new "
+                "one, start from the tuned model merged (forge checkpoint export), or name a reference.",
                 key=f"{self.key}.weights",
             )
 
