@@ -102,10 +102,10 @@ def expect_same_words(job: Job, weights: str, key: str) -> None:
         path = checkpoint.resolve(Path(weights))
     except ConfigError:
         return
-    saved = checkpoint.read_state(path).get("tokenizer")
-    if saved is None or (own := digest(job)) is None or saved == own:
+    saved, beside = checkpoint.read_state(path).get("tokenizer"), files(path / FOLDER)
+    if (own := digest(job)) is None or saved == own or (saved is None and not beside):  # which an import has
         return
-    known = [_words(one) for one in (files(path / FOLDER), of(job.config, job.hooks, job.run.dir))]
+    known = [_words(one) for one in (beside, of(job.config, job.hooks, job.run.dir))]
     if None in known or known[0] != known[1]:
         raise ConfigError(
             f"{key}: {path} was trained with another tokenizer: the ids of this run are other words to it. Choose a "

@@ -132,7 +132,7 @@ def continuing(request: Request, folder: str) -> Request:
     file = Path(folder) / "adapter_config.json"
     try:
         kind = json.loads(file.read_text(encoding="utf-8")).get("peft_type")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"--adapter {folder}: expected a folder of PEFT with an {file.name}.{_hint(folder)}"
         ) from error

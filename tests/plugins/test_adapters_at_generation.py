@@ -105,6 +105,10 @@ def test_the_command(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     [
         (("nowhere",), "--adapter nowhere: expected a folder of PEFT with an adapter_config.json"),
         (("checkpoint",), "Write the one of a run: forge checkpoint export checkpoint NEW --adapter"),
+        (
+            ("a/adapter_config.json",),
+            "--adapter a/adapter_config.json: expected a folder of PEFT with an adapter_config",
+        ),
         (("a=inf",), "--adapter a=inf: 'inf' is no finite number."),
         (("a=half",), "--adapter a=half: 'half' is no finite number."),
         (("a", "a=2"), "--adapter a: given twice."),

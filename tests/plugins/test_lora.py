@@ -112,6 +112,8 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
             {"lora.modules": ["*.q", "*.gat"]},
             r"lora\.modules: '\*\.gat' matches nothing that lora adapts\. Did you mean '\*\.gate'\?",
         ),
+        ({"lora.modules": ["*.embedding"]}, r"'\*\.embedding' matches nothing .*\. Did you mean 'embedding'\?"),
+        ({"lora.modules": ["*.atention.*"]}, r"matches nothing that lora adapts\. Did you mean '\*\.attention\.\*'\?"),
         ({"lora.modules": ["query"]}, r"'query' matches nothing that lora adapts\. There are \*\.down, "),
         (
             {"lora.modules": ["*.q"], "lora.groups": [{"match": "*.down", "rank": 1}]},

@@ -54,6 +54,16 @@ def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
             started(tmp_path / "one" / "hf", folder, f"lora.{option}")
 
 
+def test_files_that_are_cut_off_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "hf", "")
+    made = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), peft.LoraConfig(r=2))
+    made.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"lora\.adapter: .*adapter_model\.safetensors is no whole file: .*"):
+        started(tmp_path / "hf", f"lora.adapter={tmp_path / 'adapter'}")
+
+
 def test_ranks_and_alphas_by_pattern_of_peft_are_continued(tmp_path: Path) -> None:
     """Patterns as somebody writes them, and a magnitude of each row."""
     write(tmp_path / "hf", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import chat_model
 from forge_train import ConfigError
 from forge_train_kit.data.tokenizers import open_tokenizer
+from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.testing import run_forge
 
 pytest.importorskip("transformers")
@@ -78,6 +80,21 @@ def test_it_is_refused(tmp_path: Path, trained: Callable[..., Any], task: str) -
         trained(tmp_path / "same", plugins, **stored)
         with pytest.raises(ConfigError, match=r"dpo\.stored: .*kept\.json was computed with another tokenizer; nam"):
             trained(tmp_path / "own", plugins, **stored)
+
+
+def test_so_is_a_published_model_that_was_imported(tmp_path: Path, trained: Callable[..., Any]) -> None:
+    """Its checkpoint holds the tokenizer's files."""
+    (tmp_path / "model").mkdir()
+    chat_model.write_model(tmp_path / "model")
+    imported = import_checkpoint(tmp_path / "model", tmp_path / "teacher").path
+    values = tomllib.loads((imported / "config.toml").read_text())
+    shape = {key: value for key, value in values["decoder"].items() if key != "vocabulary"}
+    student = {"distill__weights": str(imported), "distill__teacher": {"decoder": values["decoder"]}}
+    size = {"decoder__vocabulary": values["decoder"]["vocabulary"]}
+    assert shape
+    with pytest.raises(ConfigError, match=r"distill\.weights: .*teacher was trained with another tokenizer: the ids"):
+        trained(tokenizer(tmp_path / "own", swap), ["distill"], **student, **size)
+    trained(tokenizer(tmp_path / "same", decorate), ["distill"], **student, **size)
 
 
 def test_pieces_that_begin_texts_otherwise_are_the_same_words(tmp_path: Path, trained: Callable[..., Any]) -> None:

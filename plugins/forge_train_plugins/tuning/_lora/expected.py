@@ -36,10 +36,15 @@ def expect_matches(config: LoRA.Config, found: Iterable[str], adapted: Iterable[
     for key, (patterns, names) in given.items():
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                ends = sorted({f"*.{name.rpartition('.')[2]}" for name in names})
-                hint = nearest(pattern, [*ends, *names]) or f" There are {format_list(ends)}."
+                ends = sorted({f"*.{name.rpartition('.')[2]}" if "." in name else name for name in names})
+                hint = nearest(pattern, [*ends, *_middles(names), *names]) or f" There are {format_list(ends)}."
                 what = "no module" if key == "lora.tune" else "nothing that lora adapts"
                 raise ConfigError(f"{key}: {pattern!r} matches {what}.{hint}", key=key)
+
+
+def _middles(names: Iterable[str]) -> set[str]:
+    """Patterns of the parts within names, such as `*.attention.*`."""
+    return {f"*.{part}.*" for name in names for part in name.split(".")[1:-1] if not part.isdecimal()}
 
 
 def expect_places(folders: Iterable[Folder], placed: Iterable[Mapping[str, set[str]]]) -> None:

@@ -79,9 +79,7 @@ class Folder:
     @cached_property
     def _names(self) -> dict[tuple[str, str], str]:
         """Module and factor, `A`, `B` or `magnitude` → name of the tensor."""
-        from safetensors import safe_open
-
-        with safe_open(self.tensors, "pt") as file:
+        with self._open() as file:
             found = {name: FACTOR.fullmatch(name) for name in file.keys()}  # noqa: SIM118 — no mapping
         # PEFT adds the base's weights of an embedding, and then of the head, that it updates.
         copies = {f"{PREFIX}{match[1]}.base_layer.weight" for match in found.values() if match is not None}
@@ -98,13 +96,19 @@ class Folder:
 
     def read(self, module: str, factor: str) -> Tensor:
         """A factor of an update, `A` or `B`, or its `magnitude`, in fp32."""
-        from safetensors import safe_open
-
         if (name := self._names.get((module, factor))) is None:
             raise ConfigError(f"{self.key}: {self.tensors} holds no {factor} of {module!r}.", key=self.key)
-        with safe_open(self.tensors, "pt") as file:
+        with self._open() as file:
             found: Tensor = file.get_tensor(name).float()
         return found
+
+    def _open(self) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            return safe_open(self.tensors, "pt")
+        except SafetensorError as error:
+            raise ConfigError(f"{self.key}: {self.tensors} is no whole file: {error}.", key=self.key) from error
 
     def size(self, name: str) -> tuple[int, float]:
         """Rank and alpha of the update of a module or a parameter."""
