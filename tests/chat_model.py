@@ -44,8 +44,13 @@ def write_tokenizer(folder: Path, template: str | None = CHATML, special: list[s
     return len(fast)
 
 
-def write_model(folder: Path) -> None:
-    """A random Llama with its tokenizer; its files name `<|endoftext|>` alone as the end."""
+def write_model(folder: Path, *, head: float = 1.0) -> None:
+    """A random Llama with its tokenizer; its files name `<|endoftext|>` alone as the end.
+
+    Args:
+        folder: where it is written.
+        head: multiplies its head: a large one can choose words although it stays as it is.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -61,4 +66,6 @@ def write_model(folder: Path) -> None:
         bos_token_id=None,
         eos_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data.mul_(head)
+    model.save_pretrained(folder)

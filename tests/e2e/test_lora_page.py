@@ -17,21 +17,11 @@ RATE = ("adamw.lr=2e-4", "adamw.lr=1e-2")
 """The page's is for a model that can speak; what adapts random weights in seconds."""
 
 
-def write_model(folder: Path) -> None:
-    """Random too, with a head that is large enough to choose words although it stays as it is."""
-    from transformers import AutoModelForCausalLM
-
-    chat_model.write_model(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.lm_head.weight.data.mul_(10)
-    model.save_pretrained(folder)
-
-
 @pytest.mark.e2e
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_model(tmp_path / "hf")
+    chat_model.write_model(tmp_path / "hf", head=10)
     chat_model.write_chats(tmp_path / "chats.jsonl")
     commands = [[word.replace(*RATE) for word in words] for words in typed(PAGE)]
     assert [words[0] for words in commands] == ["train", "generate", "checkpoint", "checkpoint", "train"]
