@@ -155,6 +155,14 @@ def test_beside_an_adapter(place: Path) -> None:
         assert (opened.model.parts[0].head(opened.model(inputs)) - model(inputs).logits).abs().max() <= 1e-5
 
 
+def test_an_adapter_alone_leaves_their_rows_and_says_so(place: Path) -> None:
+    more = ("-p", "lora", *sets(*ADD, "lora.rank=2", "checkpoint.only=[]"))
+    told = "the rows of added tokens (<tool>, </tool>, <|call|>) are not trained. Enable new_rows too"
+    assert told in run("train", "--from", "hf", *more, "--name", "alone", environment=SMALL).replace("\n", " ")
+    trained = (*more, *sets("lora.tune=['embedding', 'head']"))
+    assert "are not trained" not in run("train", "--from", "hf", *trained, "--name", "tuned", environment=SMALL)
+
+
 def test_a_new_model_has_as_many_ids(place: Path) -> None:
     Path("new.toml").write_text('[tokenizer]\npath = "hf/tokenizer.json"\nadd = ["<tool>"]\n', encoding="utf-8")
     small = ("decoder.dim=16", "decoder.layers=1", "decoder.heads=2", "run.name=new")

@@ -170,7 +170,7 @@ class Past(nn.Module):
 
 
 def test_a_linear_that_the_model_does_not_call_is_named() -> None:
-    job: Any = SimpleNamespace(dist=SimpleNamespace(layout=SimpleNamespace(pp=1)))
+    job: Any = SimpleNamespace(dist=SimpleNamespace(main=False, layout=SimpleNamespace(pp=1)))
     part, adapters = Past(), Adapters(LoRA.Config(rank=2), job)
     adapters.apply(part)
     for module in part.block.values():

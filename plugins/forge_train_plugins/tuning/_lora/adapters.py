@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,8 @@ from torch import nn
 from forge_train import Applied, ConfigError, MicroBatch
 from forge_train.base.format import format_list
 from forge_train.mesh.tensors import local
+from forge_train_kit import model_files
+from forge_train_kit.data.tokenizers.added import added_tokens
 from forge_train_kit.model import Dropout
 from forge_train_kit.state_map.views import Stored
 
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
     from forge_train import Job, Model
 
     from ..lora import LoRA
+
+
+log = logging.getLogger("forge_train")
 
 
 class Adapters:
@@ -121,8 +128,24 @@ class Adapters:
                         "optimizer does not read `lr_factors`, or its groups change one of the two.",
                         key="lora.lr_ratio",
                     )
+        if self.job.dist.main:
+            self._warn_of_new_tokens(model)
         linears = {name: one for name, one in modules if isinstance(one, LowRank)}
         self._unchecked = {name: one._parameters["lora_B"] for name, one in linears.items()}
+
+    def _warn_of_new_tokens(self, model: Model) -> None:
+        """Tell of added tokens whose rows stay as they start."""
+        place = model_files.option(self.job.hooks)
+        path = Path(getattr(self.job.config.sections[place[0]], place[1])) if place else Path()
+        roles = {name: role for part in model.parts for name, role in getattr(part, "roles", {}).items()}
+        owners = tuple(f"{name.rpartition('.')[0]}." for name, role in roles.items() if role == "embedding")
+        learned = any(name.startswith(owners) for name, one in model.named_parameters() if one.requires_grad)
+        if place and owners and not learned and path.exists() and (added := added_tokens(path)):
+            log.warning(
+                "lora: the rows of added tokens (%s) are not trained. Enable new_rows too, or name the embedding and "
+                "the head in lora.tune.",
+                format_list(list(added), 3),
+            )
 
     def check_used(self) -> None:
         """After the first backward pass.
