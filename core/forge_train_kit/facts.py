@@ -92,9 +92,8 @@ ARCHITECTURES = Fact(
 TUNES = Fact(
     "hf.tunes",
     bool,
-    "True if the plugin says what of a trained model is trained, or adds parameters to it. `forge train FOLDER` "
-    "imports the folder without it, and trains with it. A teacher or a reference is built without it.",
-    literal=True,
+    "True if the plugin says what of a trained model is trained, or adds parameters to it. A teacher or a reference is "
+    "built without it.",
 )
 ADDS = Fact(
     "hf.adds",

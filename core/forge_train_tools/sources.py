@@ -74,11 +74,7 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
 
         if _is_trained(Path(request.model_from)):
             return from_run(request)
-        if not (tokens := settings_of(request)):
-            return starting_from(request)
-        folder = dataclasses.replace(request, config=request.model_from, model_from="", set=(), environment="")
-        base = imported(folder, run_dir, say, tokens)
-        return from_run(dataclasses.replace(request, model_from=str(Path(base.config).parent)))
+        return imported(request, run_dir, say) if settings_of(request) else starting_from(request)
     path = Path(request.config)
     from forge_train.checkpoint.checkpoint import advice
 
@@ -95,7 +91,7 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
         if request.config and request.config not in presets() and not (path / "config.toml").is_file():
             Folder.open(path)  # says what the path is instead
         return request
-    return imported(request, run_dir, say)
+    return imported(dataclasses.replace(request, config="", model_from=request.config), run_dir, say)
 
 
 def fetch(resume: str, folder: Path) -> str:

@@ -13,7 +13,7 @@ from forge_train_kit.facts import ADDS
 
 from ..configuration.request import Request
 from ..configuration.setup import resolve
-from .hf_request import PRESET
+from .hf_request import PRESET, kernel_for
 from .opening import setup_of
 
 OF_MODEL = {"build_model", "attention", "feed_forward", "head", "tail", "classes", "tokenizer"}
@@ -44,9 +44,10 @@ def from_run(request: Request) -> Request:
     train: dict[str, Any] = {"sequence": setup.config.train.sequence, "init_from": str(path.absolute())}
     if again:
         train["init_missing"] = []  # what they add is in the checkpoint
-    return dataclasses.replace(
+    request = dataclasses.replace(
         asked,
         sections={**sections, "train": train},
         sections_from=str(path / "config.toml"),
         brought=tuple(name for name in names if name not in bare.hooks.enabled),
     )
+    return dataclasses.replace(request, brought=(*request.brought, *kernel_for(request)))

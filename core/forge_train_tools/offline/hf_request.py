@@ -42,10 +42,15 @@ def starting_from(request: Request) -> Request:
     """
     source = Path(request.model_from)
     asked = dataclasses.replace(request, config=request.config or PRESET, model_from="")
-    brought, _ = bring(Folder.open(source), asked)
     if not vocabulary_of(files(source)) and not any(one.startswith("tokenizer.") for one in asked.set):
         log.warning("%s has no tokenizer: text is read as bytes, which few models were trained on.", source)
-    train = {**brought.sections["train"], "init_from": str(source.absolute())}
+    return with_folder(asked, source, source)
+
+
+def with_folder(request: Request, source: Path, weights: Path) -> Request:
+    """A request with the model and tokenizer of a folder in Hugging Face layout, that starts from these weights."""
+    brought, _ = bring(Folder.open(source), request)
+    train = {**brought.sections["train"], "init_from": str(weights.absolute())}
     return dataclasses.replace(brought, sections={**brought.sections, "train": train})
 
 
@@ -74,10 +79,10 @@ def bring(folder: Folder, request: Request, tokenizer: Path | None = None) -> tu
         sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(tokenizer.absolute())}
     more = tuple(name for name in layout.sections if name not in hooks.enabled)
     request = dataclasses.replace(request, sections=sections, brought=more)
-    return dataclasses.replace(request, brought=(*more, *_kernel(request))), layout
+    return dataclasses.replace(request, brought=(*more, *kernel_for(request))), layout
 
 
-def _kernel(request: Request) -> tuple[str, ...]:
+def kernel_for(request: Request) -> tuple[str, ...]:
     """A kernel that supports the model, if the default kernel does not and the user named no other."""
     setup = resolve(request, training=False)
     name = setup.hooks.provider("attention_kernel")

@@ -1,54 +1,68 @@
-"""Imports a Hugging Face folder given as a configuration, once, and uses its checkpoint's configuration."""
+"""Imports a Hugging Face folder that a run starts from, once, and starts from its checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
-from forge_train.registry.discovery import discover, plugin_name
+from forge_train.base.names import canonical
+from forge_train.plugin.calls import implemented
+from forge_train.registry.discovery import plugin_name
+from forge_train.registry.setup import Setup
 from forge_train.store.manifest import EDITABLE
-from forge_train_kit.facts import TUNES
 
 from ..configuration.request import Request, lay
+from ..configuration.setup import resolve
+from ..sources import as_assignments
+from .from_run import OF_MODEL, from_run
+from .grown import settings_of
+from .hf_request import PRESET, with_folder
 
 FOLDER = "imported"
 """The folder of these checkpoints, next to the runs."""
+SHAPING = {"head", "tail", "classes"}
+"""Hooks whose plugins a user adds to a folder's model; their options may determine its weights."""
 
 
-def imported(request: Request, run_dir: Path, told: Callable[[str], None], tokens: tuple[str, ...] = ()) -> Request:
-    """The request with the configuration of the folder's checkpoint, which is made first if it does not exist.
+def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Request:
+    """A request with the model, weights and tokenizer of the folder's checkpoint, which is made first if it does not
+    exist.
 
-    If another process is importing the same folder, this one waits for it. Changed files or other plugins make another
-    checkpoint; those that tune a trained model (`hf.tunes`) take no part in it.
+    If another process is importing the same folder, this one waits for it. Only plugins that make the model take part
+    in it, so that a folder is imported once, whatever it is trained with. Changed files, other plugins of the model,
+    or other tokens to add make another checkpoint.
 
     Args:
-        request: its `config` is a folder in Hugging Face layout.
+        request: its `model_from` is a folder in Hugging Face layout.
         run_dir: where runs are made.
         told: called with messages to show.
-        tokens: assignments that add tokens, beside those of the request.
 
     Raises:
-        ConfigError: see `import_checkpoint`; or the checkpoint can't be written.
+        ConfigError: for a mistake in the request, before anything is written; see `import_checkpoint`; or the
+            checkpoint can't be written.
     """
-    from .grown import settings_of
     from .hf_import import import_checkpoint
 
-    source = Path(request.config).resolve()
+    source = Path(request.model_from).resolve()
     stamps = [
         (file.name, stat.st_size, stat.st_mtime_ns)
         for file in sorted(source.iterdir())
         if file.is_file() and (stat := file.stat())
     ]
-    tuning = {one.name for one in discover() if TUNES.read(one)}
-    plugins = tuple(one for one in request.plugins if plugin_name(one) not in tuning)
-    tokens = (*tokens, *settings_of(dataclasses.replace(request, config="")))
-    made_of = repr((str(source), stamps, sorted(plugins), sorted(request.without), *tokens))
+    asked = dataclasses.replace(request, config=request.config or PRESET, model_from="")
+    bare = resolve(dataclasses.replace(asked, set=(), environment=""), training=False)
+    makers, needed = _makers(bare)
+    plugins = tuple(spec for spec in bare.config.plugins if plugin_name(spec) in needed)
+    settings = (*settings_of(request), *_shaping(request, bare))
+    made_of = repr((str(source), stamps, plugins, sorted(makers), settings))
     name = f"{source.name}-{hashlib.blake2b(made_of.encode(), digest_size=4).hexdigest()}"
     target = run_dir / FOLDER / name
+    if not (target / EDITABLE).is_file():
+        resolve(with_folder(asked, source, target), training=False)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = target.with_name(f".{name}.lock").open("a")
@@ -57,10 +71,36 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None], token
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (target / EDITABLE).is_file():
-            done = import_checkpoint(source, target, plugins=plugins, without=request.without, settings=tokens)
+            without = tuple(_without(request, bare, needed))
+            done = import_checkpoint(source, target, plugins=plugins, without=without, settings=settings)
             told(f"{source} is imported as {target}.")
             for note in done.notes:
                 told(f"Note: {note}")
-    asked = lay(dataclasses.replace(request, config="")).values
-    more = ("train.steps=0",) if ("train", "epochs") in asked else ()  # the imported file has the preset's
-    return dataclasses.replace(request, config=str(target / EDITABLE), set=(*more, *request.set))
+    return from_run(dataclasses.replace(request, model_from=str(target)))
+
+
+def _makers(setup: Setup) -> tuple[set[str], set[str]]:
+    """Return the plugins that make a model and its tokenizer, and these with the plugins that they can't do without."""
+    enabled = setup.hooks.enabled
+    makers = {name for name, one in enabled.items() if implemented(one.cls) & {*OF_MODEL, "import_hf"}}
+    slots = {canonical(slot) for name in makers for slot in (*enabled[name].cls.requires, *enabled[name].cls.takes)}
+    return makers, makers | {name for name, one in enabled.items() if slots & {name, *one.provides}}
+
+
+def _shaping(request: Request, setup: Setup) -> Iterator[str]:
+    """Yield the assignments for plugins that bring a part of the model."""
+    tree = lay(request)
+    for name, one in setup.hooks.enabled.items():
+        if implemented(one.cls) & SHAPING:
+            yield from as_assignments({".".join((name, *k)): v.value for k, v in tree.below((name,)).items()})
+
+
+def _without(request: Request, setup: Setup, needed: set[str]) -> Iterator[str]:
+    """Yield the plugins that the import leaves out too, but not the default of a slot that a plugin fills which takes
+    no part in it."""
+    slots: dict[str, set[str]] = {}
+    for (_, *_, slot), name in ((key, one) for key, one in setup.config.base.items() if key[0] == "defaults"):
+        slots.setdefault(canonical(name), set()).add(slot)
+    for name in request.without:
+        if all(setup.hooks.provider(slot) in (None, *needed) for slot in slots.get(canonical(name), ())):
+            yield name
