@@ -67,14 +67,7 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
     """The request to run. If its configuration is a folder in Hugging Face layout, it is first imported as a
     checkpoint; if it starts from such a folder, or from a run, that one's model is added to it."""
     if request.model_from:
-        from .offline.from_run import from_run
-        from .offline.grown import settings_of
-        from .offline.hf_request import starting_from
-        from .offline.imported import imported
-
-        if _is_trained(Path(request.model_from)):
-            return from_run(request)
-        return imported(request, run_dir, say) if settings_of(request) else starting_from(request)
+        return _with_model(request, run_dir, say)
     path = Path(request.config)
     from forge_train.checkpoint.checkpoint import advice
 
@@ -92,6 +85,24 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
             Folder.open(path)  # says what the path is instead
         return request
     return imported(dataclasses.replace(request, config="", model_from=request.config), run_dir, say)
+
+
+def _with_model(request: Request, run_dir: Path, say: Callable[[str], None]) -> Request:
+    """The request with the model that it starts from: that of a run, or of a folder, which is imported if the run adds
+    tokens to it, or keeps a part of the weights and reads the others again."""
+    from .configuration.setup import resolve
+    from .offline.from_run import from_run
+    from .offline.grown import settings_of
+    from .offline.hf_request import starting_from
+    from .offline.imported import imported
+
+    if _is_trained(Path(request.model_from)):
+        return from_run(request)
+    if settings_of(request):
+        return imported(request, run_dir, say)
+    started = starting_from(request)
+    only = resolve(started, training=False).config.checkpoint.only
+    return imported(request, run_dir, say) if only else started
 
 
 def fetch(resume: str, folder: Path) -> str:

@@ -24,7 +24,8 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     chat_model.write_model(tmp_path / "hf", head=10)
     chat_model.write_chats(tmp_path / "chats.jsonl")
     commands = [[word.replace(*RATE) for word in words] for words in typed(PAGE)]
-    assert [words[0] for words in commands] == ["train", "generate", "checkpoint", "checkpoint", "train"]
+    assert [words[0] for words in commands] == ["train", "generate", "checkpoint", "checkpoint", "train", "train"]
+    (tmp_path / "lora.toml").write_text(blocks(PAGE, "toml")[0])
     said = []
     for words in commands:
         ended = forge(*words, environment={"FORGE_SET": SMALL})
@@ -35,7 +36,6 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         asked = forge("generate", folder, "--chat", "--prompt", "say 7", "--temperature", "0")
         assert asked.out == "seven\n", asked.err
 
-    (tmp_path / "lora.toml").write_text(blocks(PAGE, "toml")[0])
     free = ("-s", "checkpoint.only=[]", "-s", "train.init_missing=[]")
     planned = forge("plan", "lora.toml", "-s", "train.steps=3", "-s", "decoder.layers=2", *free, "--json")
     assert planned.code == 0, planned.err
