@@ -22,6 +22,8 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "student.toml").write_text(blocks(PAGE, "toml")[0], encoding="utf-8")
     commands = typed(PAGE)
     assert [words[0] for words in commands] == ["checkpoint", "train", "generate"]
+    shown = forge("config", "show", "student.toml")
+    assert shown.code == 0, shown.err
     for words in commands:
         ended = forge(*words, environment={"FORGE_SET": SMALL} if words[0] == "train" else {})
         assert ended.code == 0, ended.err

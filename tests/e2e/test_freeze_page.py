@@ -19,7 +19,10 @@ SMALL = "run.device=cpu;train.steps=4;train.global_batch=4;train.sequence=64;tra
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_a_desk(tmp_path, monkeypatch)
     (config,) = blocks(PAGE, "toml")
-    for long, short in (("steps = 100", "steps = 1"), ("tokens = 2e6", "tokens = 768")):
+    (tmp_path / "gradual.toml").write_text(config, encoding="utf-8")
+    shown = forge("config", "show", "gradual.toml", "--from", "hf")
+    assert shown.code == 0, shown.err
+    for long, short in (("steps = 20", "steps = 1"), ("tokens = 4e5", "tokens = 768")):
         assert long in config
         config = config.replace(long, short)
     (tmp_path / "gradual.toml").write_text(config, encoding="utf-8")
