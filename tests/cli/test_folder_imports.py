@@ -122,3 +122,35 @@ def test_every_kind_of_folder_trains(
     forge("checkpoint", "export", "runs/r", "out")
     assert json.loads((folder / "out" / "config.json").read_text())["architectures"]
     assert len(imports(folder)) == 1
+
+
+@pytest.mark.usefixtures("model")
+def test_a_run_that_keeps_a_part_imports_what_it_starts_from(forge: Forge, folder: Path) -> None:
+    forge("config", "show", "--from", "hf", *CHATS)
+    assert imports(folder) == [], "it reads the folder"
+    (folder / "lora.toml").write_text('preset = "finetune"\nplugins = ["lora"]\n', encoding="utf-8")
+    values = shown(forge, "lora.toml", "--from", "hf", *CHATS)
+    assert [Path(values["train.init_from"]).name] == imports(folder)
+    done = forge("train", "--from", "hf", "-p", "lora", *CHATS, *TWO, "--name", "tuned", "--json").json
+    assert done["outcome"] == "done"
+    forge("checkpoint", "export", "runs/tuned", "adapter", "--adapter")
+    done = forge("train", "--from", "hf", "--adapter", "adapter", *CHATS, *TWO, "--name", "again", "--json").json
+    assert done["outcome"] == "done"
+    assert len(imports(folder)) == 1
+
+
+@pytest.mark.usefixtures("model")
+def test_a_run_that_is_named_as_a_folder_is_told_how_to_start_from_it(forge: Forge, folder: Path) -> None:
+    pairs = ("-p", "dpo,text_pairs", "-s", "text_pairs.path=pairs.jsonl", "-s", "text_pairs.held_out=0", *TWO)
+    said = forge("train", "--from", "hf", *CHATS, *TWO, "--name", "chat").out
+    assert "forge generate runs/chat --chat --prompt" in said
+    refused = forge("train", "runs/chat", *pairs, fails=2).err
+    assert "To start from its model, use --from runs/chat." in refused
+    assert "quickstart" not in refused, "no list of presets"
+    assert "no file or model of that name. Did you mean 'hf'?" in forge("train", "hf2", *pairs, fails=2).err
+    for template in ("", "chatml"):
+        words = ("-s", "train.init_from=runs/chat", "-s", f"text_pairs.template={template}")
+        refused = forge("train", *pairs, *words, fails=2).err
+        assert f"`forge train --from {folder / 'runs/chat'} …` takes the tokenizer of that model too" in refused
+    said = forge("train", "--from", "runs/chat", *pairs, "--name", "aligned").out
+    assert "forge generate runs/aligned --chat --prompt" in said

@@ -174,7 +174,7 @@ def test_a_hyphen_is_an_underscore_in_the_names_of_sections(tmp_path: Path) -> N
         ("preset = 5", "my.toml:1: preset: expected a preset's name, found 5."),
         (
             "\npreset = 'quickstrt'",
-            "my.toml:2: There is no preset 'quickstrt' and no file of that name. Did you mean 'q",
+            "my.toml:2: There is no preset 'quickstrt' and no file or model of that name. Did you mean 'q",
         ),
         ("defaults = 'adamw'", "my.toml:1: defaults: expected a table of slots and plugins, found 'adamw'."),
         ("[defaults]\noptimiser = 'adamw'", "my.toml:2: defaults.optimiser: there is no such slot. Did you mean 'opt"),

@@ -117,7 +117,10 @@ def test_an_option_of_a_type_that_toml_lacks(tmp_path: Path, plugin: type[toys.B
     ("arguments", "says"),
     [
         (("train", "wsd"), "It is a plugin: use --plugins wsd."),
-        (("train", "{run}"), "To repeat that run, train {run}/config.toml; to continue it, use --resume {run}."),
+        (
+            ("train", "{run}"),
+            "train {run}/config.toml; to continue it, use --resume {run}. To start from its model, use --from {run}.",
+        ),
         (
             ("train", "-p", "package.module"),
             "A class that is not installed is named package.module:Class, or by its file: ./file.py.",

@@ -198,7 +198,7 @@ def test_a_syntax_error() -> None:
 
 def test_a_configuration_that_is_not_there() -> None:
     message = one_message(forge("train", "quickstrat"), 2)
-    assert "There is no preset 'quickstrat' and no file of that name. Did you mean 'quickstart'?" in message
+    assert "There is no preset 'quickstrat' and no file or model of that name. Did you mean 'quickstart'?" in message
     message = one_message(forge("train", "my.toml"), 2)
     assert message == "my.toml: can't read the configuration: No such file or directory."
 

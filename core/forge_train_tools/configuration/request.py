@@ -169,19 +169,22 @@ def preset(name: str, where: str = "") -> Path:
     known = presets()
     if name not in known or name == "base":
         names = sorted(set(known) - {"base"})
-        raise UnknownPresetError(
-            name,
-            f"{where}There is no preset {name!r} and no file of that name.{nearest(name, names) or _instead(name)} "
-            f"Presets: {', '.join(names) or 'none'}.",
-        )
+        hint = _instead(name) or nearest(name, [*names, *_models()]) or f" Presets: {', '.join(names) or 'none'}."
+        raise UnknownPresetError(name, f"{where}There is no preset {name!r} and no file or model of that name.{hint}")
     return known[name]
 
 
 def _instead(name: str) -> str:
     """Suggest what a name that is not a preset may mean; empty if unknown."""
     if Path(name, "config.toml").is_file():
-        return f" To repeat that run, train {Path(name, 'config.toml')}; to continue it, use --resume {name}."
+        repeat = f"To repeat that run, train {Path(name, 'config.toml')}; to continue it, use --resume {name}."
+        return f" {repeat} To start from its model, use --from {name}."
     return ""
+
+
+def _models() -> list[str]:
+    """The models in Hugging Face layout in this folder."""
+    return [file.parent.name for file in Path().glob("*/config.json")]
 
 
 def _main_document(config: str) -> tuple[Document | None, bool]:

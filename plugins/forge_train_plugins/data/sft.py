@@ -181,17 +181,11 @@ class SFT(DataPlugin):
 
     @hookimpl
     def on_end(self, finished: Finished) -> None:
-        """Store a message to try the model with, if `forge generate --chat` finds the run's template."""
-        from forge_train_kit import model_files
+        from forge_train_kit.data.chats import save_question
 
         super().on_end(finished)
-        job = self._job
-        if finished.outcome != "done" or job is None or not job.dist.main:
-            return
-        if (job.run.dir / model_files.FOLDER / model_files.TOKENIZER).is_file():
-            file = job.run.artifact("message.txt")
-            file.write_text("Who are you?", encoding="utf-8")
-            job.record(file, self)
+        if finished.outcome == "done" and self._job is not None:
+            save_question(self._job, self)
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:

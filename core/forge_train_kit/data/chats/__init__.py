@@ -5,7 +5,7 @@ segments = render(template, conversation(record, "chats.jsonl, line 7"), learn="
 ids, trained = tokenise(tokenizer, segments)
 """
 
-from .beside import save_template, turn_end, write_beside
+from .beside import save_question, save_template, turn_end, write_beside
 from .faithful import check_written
 from .feedback import feedback
 from .literal import LiteralEncoder, literal_spans
@@ -38,6 +38,7 @@ __all__ = [
     "renamed",
     "render",
     "render_preference",
+    "save_question",
     "save_template",
     "tokenise",
     "tokenise_ended",

@@ -52,6 +52,14 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     return None
 
 
+def save_question(job: Job, author: object) -> None:
+    """Store a message to try the trained model with, if `forge generate --chat` finds the run's template."""
+    if job.dist.main and (job.run.dir / model_files.FOLDER / model_files.TOKENIZER).is_file():
+        file = job.run.artifact("message.txt")
+        file.write_text("Who are you?", encoding="utf-8")
+        job.record(file, author)
+
+
 def save_template(job: Job, choice: str, options: Mapping[str, Any]) -> None:
     """Complete the tokenizer's files in the run's folder, if there are any; see `write_beside`.
 

@@ -17,7 +17,6 @@ from .tasks import Preparation
 
 if TYPE_CHECKING:
     from forge_train import Job
-    from forge_train_kit.tokenizer import Tokenizer
 
 
 def wanted_of(job: Job, paths: str | tuple[str, ...], cache: str, name: str, **more: Any) -> Preparation:
@@ -57,7 +56,7 @@ def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
             not the one of its files.
     """
     if wanted.chat:
-        _check_template(wanted, hookspecs.tokenizer(job), name)
+        _check_template(wanted, job, name)
     prepare(wanted, Told(name), key=f"{name}.path", wait=True)
     prepared = open_prepared(wanted.out, key=f"{name}.path")
     if prepared.manifest.tokenizer["digest"] != hookspecs.tokenizer(job).digest:
@@ -65,7 +64,7 @@ def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
     return prepared
 
 
-def _check_template(wanted: Preparation, tokenizer: Tokenizer, name: str) -> None:
+def _check_template(wanted: Preparation, job: Job, name: str) -> None:
     """Refuse a template that is not there, or can't end a turn, before anything is read."""
     path = Path(wanted.tokenizer)
     folder = path.parent if path.name == model_files.TOKENIZER else path
@@ -75,13 +74,20 @@ def _check_template(wanted: Preparation, tokenizer: Tokenizer, name: str) -> Non
     try:
         opened()
     except ConfigError as error:
-        other = "" if path.exists() else f" To fine-tune a model, name its folder: forge train FOLDER -p {name} …"
+        other = "" if path.exists() else _way_to_a_model(job, name)
         raise ConfigError(f"{name}.template: {error}{other}") from error
     try:
         template = opened(options=wanted.template_options)
     except ConfigError as error:
         raise ConfigError(f"{name}.template_options: {error}") from error
     try:
-        turn_end(template, tokenizer)
+        turn_end(template, hookspecs.tokenizer(job))
     except ConfigError as error:
         raise ConfigError(f"{name}.template: {error}") from error
+
+
+def _way_to_a_model(job: Job, name: str) -> str:
+    """Suggest how a run gets a model with its tokenizer."""
+    if start := job.config.train.init_from:
+        return f" `forge train --from {start} …` takes the tokenizer of that model too; train.init_from does not."
+    return f" To fine-tune a model, name its folder: forge train FOLDER -p {name} …"
