@@ -154,3 +154,12 @@ def test_a_run_that_is_named_as_a_folder_is_told_how_to_start_from_it(forge: For
         assert f"`forge train --from {folder / 'runs/chat'} …` takes the tokenizer of that model too" in refused
     said = forge("train", "--from", "runs/chat", *pairs, "--name", "aligned").out
     assert "forge generate runs/aligned --chat --prompt" in said
+
+
+@pytest.mark.usefixtures("model")
+def test_a_model_of_judged_answers_is_tried_in_a_chat(forge: Forge, folder: Path) -> None:
+    judged = [{"prompt": f"say {at}", "completion": "so", "label": at % 2 == 0} for at in range(8)]
+    (folder / "judged.jsonl").write_text("".join(json.dumps(one) + "\n" for one in judged), encoding="utf-8")
+    data = ("-s", "text_feedback.path=judged.jsonl", "-s", "text_feedback.held_out=0")
+    said = forge("train", "hf", "-p", "kto,text_feedback", *data, *TWO, "-s", "train.global_batch=4", "--name", "k").out
+    assert "forge generate runs/k --chat --prompt" in said

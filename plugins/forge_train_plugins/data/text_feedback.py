@@ -14,7 +14,7 @@ from forge_train_kit.capabilities import KernelCapabilities
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Job, Model
+    from forge_train import Finished, Job, Model
     from forge_train.config import Config as RunConfig
     from forge_train_kit.data.feedback import Answers
     from forge_train_kit.data.held_out import Side
@@ -164,6 +164,13 @@ class TextFeedback(Plugin):
             tell_learned("text_feedback", "answers", self._sides, self._epoch, job)
             progress.tell(f"text_feedback: {good:,} answers are desirable, and {bad:,} are not")
         save_template(job, self.config.template, self.config.template_options)
+
+    @hookimpl
+    def on_end(self, finished: Finished, job: Job) -> None:
+        from forge_train_kit.data.chats import save_question
+
+        if finished.outcome == "done" and job.hooks.gives("head") == "token_logits":
+            save_question(job, self)
 
     def _open(self, job: Job) -> Mapping[Side, Answers]:
         if self._sides is None:
