@@ -373,6 +373,8 @@ def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, 
             {"parallel__pp": 2, "plugins": ("pp",)},
             r"dpo\.loss: 'sigmoid' needs a reference, which a pipeline can't run",
         ),
+        ({"dpo__weights": "BASE", "dpo__stored": "FOLDER"}, r"dpo\.stored: .*hf is a folder; name a file in it\."),
+        ({"dpo__weights": "BASE", "dpo__stored": "FILE"}, r"dpo\.stored: there is no folder .*nowhere; make it first"),
         ({"dpo__weights": "BASE", "dpo__without": ["nobody"]}, r"model 'reference': there is no plugin 'nobody'"),
         (
             {"dpo__weights": "BASE", "dpo__reference": {"decoder": {"dim": 96}}},
@@ -385,7 +387,7 @@ def test_mistakes_are_told(
 ) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    named = {"BASE": base, "FOLDER": str(tmp_path / "hf")}
+    named = {"BASE": base, "FOLDER": str(tmp_path / "hf"), "FILE": str(tmp_path / "nowhere" / "x.json")}
     settings = {key: named.get(value, value) if isinstance(value, str) else value for key, value in settings.items()}
     with pytest.raises(ConfigError, match=message):
         trained(run_forge, tmp_path, steps=1, **settings)

@@ -99,6 +99,10 @@ class ReferencePlugin(Plugin):
                 f"parallel.pp = 1 and train.steps = 1 compute {stored or f'a file for {self.key}.stored'} "
                 f"first{otherwise}.",
             )
+        if stored and Path(stored).is_dir():
+            yield Problem(f"{self.key}.stored", f"{stored} is a folder; name a file in it.")
+        elif not Path(stored).parent.is_dir():
+            yield Problem(f"{self.key}.stored", f"there is no folder {Path(stored).parent}; make it first.", data=True)
         if not weights:
             yield Problem(
                 f"{self.key}.weights",
