@@ -265,6 +265,16 @@ def test_quotation_marks_around_a_path_are_refused_where_the_shell_has_left_them
     assert wide(tmp_path, "", set=('wide.text="',)).text == '"'
 
 
+def test_a_list_whose_quotation_marks_the_shell_has_taken_is_refused(tmp_path: Path) -> None:
+    """A text without brackets is split at its commas; a pattern may begin with a bracket."""
+    said = (
+        "wide.names: expected a list, found '[<a>,</a>]'. If the shell took its quotation marks, put ' around the "
+        "argument."
+    )
+    assert [line.partition(": ")[2] for line in mistakes(tmp_path, "", set=("wide.names=[<a>,</a>]",))] == [said]
+    assert wide(tmp_path, "", set=("wide.names=[ab].c,d",)).names == ("[ab].c", "d")
+
+
 def test_set_reaches_every_kind_of_field(tmp_path: Path) -> None:
     made = wide(
         tmp_path,

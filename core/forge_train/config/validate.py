@@ -95,12 +95,10 @@ def read_text(cls: type, key: Key, text: str) -> Any:
     if (value := _toml(text)) is not None or str in members:
         return text if value is None else value
     items = next((typing.get_args(m) for m in members if typing.get_origin(m) in (tuple, list)), None)
-    if items is not None:
+    if items is not None and not (text.startswith("[") and text.endswith("]")):
         numbers = None if str in members_of(items[0]) else _toml(f"[{text}]")
         return [part.strip() for part in text.split(",")] if numbers is None else numbers
-    if float in members and _DECIMAL.fullmatch(text):
-        return float(text)
-    return text
+    return float(text) if float in members and _DECIMAL.fullmatch(text) else text
 
 
 def _absolute(cls: type, key: Key, value: Any, origin: Origin) -> Any:
@@ -233,7 +231,9 @@ def _sentence(name: str, cls: type, key: Key, problem: Any, values: Mapping[Key,
         bound, words = _BOUNDS[kind]
         return f"{start}expected a number {words} {context[bound]}, found {found!r}."
     if kind in _EXPECTED:
-        return f"{start}expected {_EXPECTED[kind]}, found {found!r}."
+        lost = _EXPECTED[kind] == "a list" and str(found)[:1] == "["
+        hint = " If the shell took its quotation marks, put ' around the argument." if lost else ""
+        return f"{start}expected {_EXPECTED[kind]}, found {found!r}.{hint}"
     if kind == "value_error":
         return f"{start}{context.get('error', problem['msg'])}"
     return f"{start}{problem['msg'][:1].lower()}{problem['msg'][1:]}, found {found!r}."
@@ -245,9 +245,5 @@ def _options(cls: type, key: Key) -> list[Any]:
 
 
 def _field_names(cls: type, key: Key) -> Iterator[str]:
-    if key:
-        inner = table_type(annotation_of(cls, key))
-        if inner is None:
-            return
-        cls = inner
-    yield from (f.name for f in dataclasses.fields(cls))
+    inner = table_type(annotation_of(cls, key)) if key else cls
+    yield from (f.name for f in dataclasses.fields(inner)) if inner is not None else ()
