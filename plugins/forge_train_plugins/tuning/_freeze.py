@@ -10,6 +10,7 @@ from torch import nn
 
 from forge_train import Applied, ConfigError, MicroBatch
 from forge_train.base.errors import nearest
+from forge_train.base.format import format_list
 from forge_train_kit.data.progress import tell
 
 if TYPE_CHECKING:
@@ -160,7 +161,9 @@ class Names:
             names = [name for own in owners for name in own]
             for pattern in patterns:
                 if not any(_matches([name], [pattern]) for name in names):
-                    raise ConfigError(f"{key}: {pattern!r} matches no {what}.{nearest(pattern, names)}", key=key)
+                    roots = sorted({f"{name.split('.')[0]}.*" for name in names})
+                    hint = nearest(pattern, [*_patterns(names), *names]) or f" There are {format_list(roots, 8)}."
+                    raise ConfigError(f"{key}: {pattern!r} matches no {what}.{hint}", key=key)
         if len(frozen) == len(everything):
             begin = " in the first steps" if self.config.thaw else ""
             raise ConfigError(f"freeze.but: nothing is left to train{begin}; add what is.", key="freeze.but")
@@ -168,3 +171,14 @@ class Names:
 
 def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Patterns that somebody may have meant: what names begin with, and modules at any depth."""
+    found: dict[str, None] = {}
+    for parts in (name.split(".")[:-1] for name in names):
+        for at, part in enumerate(parts, 1):
+            found[f"{'.'.join(parts[:at])}.*"] = None
+            if at > 1 and not part.isdigit():
+                found[f"*.{part}.*"] = None
+    return [*found]
