@@ -151,6 +151,12 @@ def test_both_members_share_a_side_and_a_fate(here: Path) -> None:
         ({}, {"prompt": "a", "chosen": "b", "rejected": None}, r"pairs.jsonl, line 1: rejected is null"),
         ({}, {"prompt": "a", "chosen": "b", "rejected": "b"}, r"pairs.jsonl, line 1: chosen and rejected are the same"),
         ({}, {"prompt": "a", "chosen": " ", "rejected": "b"}, r"pairs.jsonl, line 1: chosen is empty; a model would"),
+        ({}, {"prompt": "a", "chosen": "b", "rejected": ""}, r"pairs.jsonl, line 1: rejected is empty; a pair needs"),
+        (
+            {},
+            {"prompt": "a", "chosen": "b", "rejected": " \n"},
+            r"pairs.jsonl, line 1: rejected is empty; a pair needs",
+        ),
         (
             {},
             {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c", "weight": 0}]},

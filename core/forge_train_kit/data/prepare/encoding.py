@@ -191,6 +191,8 @@ def pairs(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[byt
                 maker.literal(segments, answer)
                 for segments, answer in zip(render_preference(template, pair), answers, strict=True)
             ]
+            if pair.rejected.silent:
+                raise ConfigError(f"{where}: rejected is empty; a pair needs two answers, so leave the record out.")
             for answer, segments in zip(answers, both, strict=True):
                 check_written(template, answer, segments.text)
             texts = [utf8(segments.text, where) for segments in both]
