@@ -27,6 +27,7 @@ from .loop.run import describe_run, is_kept, is_run, set_aside, to_toml
 from .loop.saver import repair_finished
 from .loop.start import Start, changed_values, claim, unclaim
 from .loop.training import Training
+from .loop.weights import load_extra
 from .mesh.axes import CONFIGURED
 from .plugin.job import Job
 from .registry.declared import installed
@@ -93,6 +94,7 @@ def train(
             nonlocal model
             model = composition.model
             composition.allocate(job)
+            load_extra(job, found)
             if dist.main:
                 _tell_idle(job, composition)
                 if known:  # which is not touched before the new layout has been found to hold it

@@ -132,6 +132,16 @@ def test_without_a_teacher_it_is_refused(run_forge: RunForge) -> None:
         run_forge(["distill"], {}, steps=2)
 
 
+def test_a_teacher_is_looked_for_before_data(run_forge: RunForge, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a")
+    with pytest.raises(ConfigError, match="short"):
+        run_forge([], {"text.path": str(tmp_path / "short.txt")})
+    with pytest.raises(
+        ConfigError, match=r"'teacher' \(distill\.weights, distill\.teacher\): .*nobody: there is no such"
+    ):
+        run_forge(["distill"], {"distill.weights": "nobody", "text.path": str(tmp_path / "short.txt")})
+
+
 def test_a_student_writes_and_is_evaluated_and_its_teacher_may_move(tmp_path: Path) -> None:
     settings = {"train.steps": 2, "train.global_batch": 2, "train.sequence": 32, "decoder.layers": 1, "decoder.dim": 32}
     options = [part for key, value in settings.items() for part in ("-s", f"{key}={value}")]
@@ -146,11 +156,11 @@ def test_a_student_writes_and_is_evaluated_and_its_teacher_may_move(tmp_path: Pa
     assert forge_cli.forge("eval", student, "-s", "train.evaluate_batches=1").code == 0
     narrow = (*options, *taught, "-s", "decoder.dim=64")
     message = forge_cli.one_message(forge_cli.forge("train", config, *into, "--name", "wide", *narrow), 2)
-    assert message.startswith("The weights of the extra model 'teacher': ")
+    assert message.startswith("The weights of the extra model 'teacher' (distill.weights, distill.teacher): ")
     assert "holds another model" in message
     (tmp_path / "teacher").rename(tmp_path / "moved")
     more = ("--resume", student, "-s", "train.steps=3")
     message = forge_cli.one_message(forge_cli.forge("train", *more), 2)
-    assert message.startswith("The weights of the extra model 'teacher': ")
+    assert message.startswith("The weights of the extra model 'teacher' (distill.weights, distill.teacher): ")
     there = ("-s", f"distill.weights={tmp_path / 'moved'}", "-s", 'checkpoint.allow_changes=["distill.weights"]')
     assert forge_cli.forge("train", *more, *there).code == 0

@@ -231,7 +231,9 @@ def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunFo
     resumed = trained(run_forge, tmp_path, steps=12, name="r", **fast)
     assert resumed.losses[6:] == run.losses[6:]
     moved = Path(base).rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=r"The weights of the extra model 'reference': .* there is no such run"):
+    with pytest.raises(
+        ConfigError, match=r"The weights of the extra model 'reference' \(dpo\..*\): .* there is no such run"
+    ):
         trained(run_forge, tmp_path, steps=13, name="r", **fast)
     there = {"dpo__weights": str(moved), "checkpoint__allow_changes": ["dpo.weights"]}
     assert trained(run_forge, tmp_path, steps=13, name="r", **fast, **there).finished.step == 13
@@ -375,10 +377,11 @@ def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, 
         ),
         ({"dpo__weights": "BASE", "dpo__stored": "FOLDER"}, r"dpo\.stored: .*hf is a folder; name a file in it\."),
         ({"dpo__weights": "BASE", "dpo__stored": "FILE"}, r"dpo\.stored: there is no folder .*nowhere; make it first"),
+        ({"dpo__weights": "FILE"}, r"'reference' \(dpo\.weights, dpo\.reference\): .*x\.json: there is no such run"),
         ({"dpo__weights": "BASE", "dpo__without": ["nobody"]}, r"model 'reference': there is no plugin 'nobody'"),
         (
             {"dpo__weights": "BASE", "dpo__reference": {"decoder": {"dim": 96}}},
-            r"extra model 'reference': .*holds another model",
+            r"extra model 'reference' \(dpo\.weights, dpo\.reference\): .*holds another model",
         ),
     ],
 )

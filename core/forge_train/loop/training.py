@@ -22,7 +22,7 @@ from .assembly import load_initial
 from .checkpoint_policy import CheckpointPolicy
 from .resume import capture, optimizer_to_save, restore
 from .saver import Saver
-from .weights import Base, base_of, check_kept, load_extra
+from .weights import Base, base_of, check_kept
 
 
 class Training:
@@ -47,7 +47,6 @@ class Training:
         """Tell the plugins, then resume, or take the weights the configuration names."""
         self.job.hooks.on_start(self.model, self.stepper.optimizer)
         note_unused(self.job.hooks, self.job.config, "start")
-        load_extra(self.job, found)
         if found is not None:
             self._load(found)
             if self.progress.step >= self.job.steps and found.parent != self.job.run.checkpoints:

@@ -128,8 +128,8 @@ class ReferencePlugin(Plugin):
 
         if self.compares and not self.is_own_reference(job) and not job.dist.on_main(self._is_stored):
             mine = self.config
-            without = (*mine.without, *tuners(job))
-            yield ExtraModel(REFERENCE, mine.reference, self._weights(job.config), without=without)
+            without, keys = (*mine.without, *tuners(job)), f"{self.key}.weights, {self.key}.reference"
+            yield ExtraModel(REFERENCE, mine.reference, self._weights(job.config), without=without, keys=keys)
 
     @hookimpl
     def prepare_batch(self, job: Job) -> list[Preparation]:

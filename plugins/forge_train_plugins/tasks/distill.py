@@ -55,7 +55,8 @@ class Distill(Plugin):
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
         from forge_train_kit.facts import tuners
 
-        yield ExtraModel("teacher", self.config.teacher, self.config.weights, without=tuners(job))
+        mine, keys = self.config, "distill.weights, distill.teacher"
+        yield ExtraModel("teacher", mine.teacher, mine.weights, without=tuners(job), keys=keys)
 
     @hookimpl
     def on_start(self, job: Job) -> None:
