@@ -16,6 +16,8 @@ from forge_train_kit import model_files
 from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_plugins.data.text_pairs import TextPairs
 from forge_train_plugins.data.tokenizer import Tokenizer
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.testing import run_forge
 
 pytest.importorskip("transformers")
@@ -220,6 +222,27 @@ def test_an_odd_micro_batch_and_a_task_for_single_rows_are_refused(here: Path) -
         run_forge(
             ["text_pairs"], {**config, "text_pairs.cache": str(here / "cache")}, without=["text"], folder=here / "runs"
         )
+
+
+def test_an_odd_batch_is_told_before_an_odd_share_of_it(here: Path) -> None:
+    """A reference is composed with the share of the rank, which nobody has set."""
+    preferences(here)
+    warmup = "train.batch_warmup=[{ steps = 1, global_batch = 3 }]"
+    options = ["dpo.weights=x", "train.micro_batch=0", f"text_pairs.path={here / 'pairs.jsonl'}"]
+    for key, more in (("train.global_batch", ["train.global_batch=5"]), ("train.batch_warmup", [warmup])):
+        with pytest.raises(ConfigError, match=rf"{key}: [35] is odd, but a pair is two sequences"):
+            resolve(Request(plugins=("dpo", "text_pairs"), without=("text",), set=(*options, *more)))
+
+
+@pytest.mark.parametrize(
+    ("plugins", "others"),
+    [("dpo", "text_pairs"), ("text_pairs", "dpo, embed.* or reward"), ("dpo,sft", "text_pairs")],
+)
+def test_plugins_that_do_not_fit_are_told_which_would(here: Path, plugins: str, others: str) -> None:
+    preferences(here)
+    paths = [f"{name}.path={here / 'pairs.jsonl'}" for name in ("text_pairs", "sft") if name in plugins.split(",")]
+    with pytest.raises(ConfigError, match=rf"Enable another plugin for one of them, such as ({others})\."):
+        resolve(Request(plugins=tuple(plugins.split(",")), set=(*paths, f"tokenizer.path={here / 'hf'}")))
 
 
 def test_a_task_of_ones_own_trains_on_them(here: Path) -> None:

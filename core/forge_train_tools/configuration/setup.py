@@ -18,6 +18,7 @@ from forge_train.registry.setup import Setup, make_setup
 from forge_train_kit.hookspecs import initial_weights
 
 from ..hookspecs import checkpoint_copies
+from .fitting import named
 from .inspection import inspector
 from .request import Request, UnknownPresetError, lay, prefer_epochs
 
@@ -53,14 +54,18 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
     if request.foreign:
         _refuse_code(tree, request)
     origin = Origin("file", request.sections_from)
-    setup = make_setup(
-        tree,
-        plugins=request.plugins,
-        without=request.without,
-        brought=[(name, origin) for name in request.brought],
-        inspect=inspector(),
-        **purpose,
-    )
+    try:
+        setup = make_setup(
+            tree,
+            plugins=request.plugins,
+            without=request.without,
+            brought=[(name, origin) for name in request.brought],
+            inspect=inspector(),
+            **purpose,
+        )
+    except ConfigError as error:
+        error.args = (named(str(error)),)
+        raise
     return replace(setup, copies=partial(_copies, setup.hooks), fill=initial_weights)
 
 

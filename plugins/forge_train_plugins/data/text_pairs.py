@@ -78,8 +78,16 @@ class TextPairs(Plugin):
             yield Problem("text_pairs.template_options", "has no effect on texts (text_pairs.kind = 'embedding').")
         if self.config.split_special_tokens and self.config.kind == "embedding":
             yield Problem("text_pairs.split_special_tokens", "has no effect on texts (text_pairs.kind = 'embedding').")
-        if config.train.micro_batch % 2:
+        written = config.as_written.get("train", {}).get(
+            "micro_batch", config.train.micro_batch
+        )  # 0 is filled in later
+        if written % 2:
             yield Problem("train.micro_batch", "must be even: a pair is two sequences of one micro-batch.")
+        elif not written and (odd := [size for size in config.train.batches if size % 2]):
+            yield Problem(
+                "train.global_batch" if odd[0] == config.train.global_batch else "train.batch_warmup",
+                f"{odd[0]} is odd, but a pair is two sequences of one micro-batch; set it to an even number.",
+            )
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:
