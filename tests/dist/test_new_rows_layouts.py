@@ -74,3 +74,9 @@ def test_gradients_that_are_gone_are_an_error(run_forge: RunForge) -> None:
     config = {"new_rows.ids": IDS, "train.clip_norm": 0.0, "train.micro_batch": 0}
     with pytest.raises(ConfigError, match="the gradients are gone before those of other rows can be left out"):
         run_forge(("new_rows", "optimizer_in_backward"), config)
+
+
+@pytest.mark.unit
+def test_a_row_that_does_not_exist_is_told_with_those_that_do(run_forge: RunForge) -> None:
+    with pytest.raises(ConfigError, match=r"new_rows\.ids: the vocabulary has no token 500; its ids are 0 to 256\."):
+        run_forge(("new_rows",), {"new_rows.ids": [3, 500]})

@@ -37,15 +37,25 @@ class Rows:
         """Window of rows → those of added tokens in it."""
 
     def apply(self, part: nn.Module) -> Applied:
-        """Freeze a part but for the matrices of the vocabulary, unless another plugin says what is trained."""
+        """Freeze a part but for the matrices of the vocabulary, unless another plugin says what is trained.
+
+        Raises:
+            ConfigError: if they have fewer rows.
+        """
         parameters = dict(part.named_parameters(remove_duplicate=False))
         roles: dict[str, str] = getattr(part, "roles", {})
         owners = {name.rpartition(".")[0] for name, role in roles.items() if role in ("embedding", "head")}
-        names = [
-            name
+        own = {
+            name: one.shape[0]
             for name, one in parameters.items()
-            if name.rpartition(".")[0] in owners and "lora_" not in name and one.shape[0] > self.ids[-1]
-        ]
+            if name.rpartition(".")[0] in owners and "lora_" not in name
+        }
+        names = [name for name, rows in own.items() if rows > self.ids[-1]]
+        if own and not names:
+            raise ConfigError(
+                f"new_rows.ids: the vocabulary has no token {self.ids[-1]}; its ids are 0 to {max(own.values()) - 1}.",
+                key="new_rows.ids",
+            )
         provided = {what for one in self.job.hooks.enabled.values() for what in one.cls.provides}
         if not provided & TRAINED_BY_OTHERS:
             part.requires_grad_(False)
