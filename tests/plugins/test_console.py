@@ -114,6 +114,16 @@ def test_frozen_parameters_are_not_counted_as_trained(tmp_path: Path) -> None:
     assert f" · {format_count(count)} parameters, {format_count(first.numel())} trained · " in size
 
 
+def test_what_thaws_later_and_rows_that_stay_are_not_counted_as_trained_at_first(tmp_path: Path) -> None:
+    thaw = {"freeze.parameters": ["*"], "freeze.but": ["head.*"], "freeze.thaw": [{"match": "layers.*", "steps": 2}]}
+    done = run_forge(["freeze"], thaw, steps=3, folder=tmp_path / "freeze")
+    head = dict(done.model.named_parameters())["head.weight"].numel()
+    assert f" parameters, {format_count(head)} trained at first · " in Board.of(done.job, done.model).size
+    done = run_forge(["new_rows"], {"new_rows.ids": [3, 5]}, steps=1, folder=tmp_path / "rows")
+    rows = 2 * 2 * dict(done.model.named_parameters())["head.weight"].shape[1]
+    assert f" parameters, {format_count(rows)} trained · " in Board.of(done.job, done.model).size
+
+
 def test_names_with_brackets_are_no_markup() -> None:
     shown = trained()
     shown.plugins = ["text path=[/tmp/x]"]

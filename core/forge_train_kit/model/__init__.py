@@ -19,7 +19,7 @@ from .basic import Embedding, LayerNorm, Linear, OffsetRMSNorm, RMSNorm
 from .cache import KVCache
 from .choices import record_choices
 from .chunks import sum_in_chunks
-from .declare import TensorStyle, depth_scaled, flops_per_token
+from .declare import TensorStyle, depth_scaled, elements_trained, flops_per_token
 from .dropout import Dropout
 from .dtypes import dtype_borders
 from .log_probabilities import row_log_probabilities
@@ -58,6 +58,7 @@ __all__ = [
     "depth_scaled",
     "document_bounds",
     "dtype_borders",
+    "elements_trained",
     "first_visible",
     "flops_per_token",
     "full_tensor",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from forge_train import Model
 
 TensorStyle = Literal[
     "vocabulary",
@@ -59,3 +62,16 @@ def flops_per_token(sequence: int, *, weights: int, width: int = 0, window: int 
     if window is not None and window < sequence:
         return 6 * weights + 12 * width * window * (2 * sequence - window) // (2 * sequence)
     return 6 * weights + 6 * sequence * width
+
+
+def elements_trained(model: Model) -> int:
+    """Number of a model's elements that the first step trains. Of a parameter with gradients, a module may declare that
+    only some are: `trained_at_first = {"weight": 256}`, or 0 where it is frozen when the run begins."""
+    count, seen = 0, set[int]()
+    for _, module in model.named_modules():
+        declared = getattr(module, "trained_at_first", {})
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                count += declared.get(name, parameter.numel())
+    return count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -61,6 +61,9 @@ class Names:
             thawing += entry >= 0
             if entry < 0:
                 parameter.requires_grad_(False)
+            for module, _, key in (name.rpartition(".") for name in own if entry >= 0):
+                owner: Any = part.get_submodule(module)
+                owner.trained_at_first = {**getattr(owner, "trained_at_first", {}), key: 0}
         if self.job.dist.layout.stages == 1:
             self._check([(self._all, [*self._frozen])])
         note = f"{len(frozen)} of {len(names)} parameters" + (f", {thawing} of which thaw" if thawing else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,9 @@ class Rows:
             part.requires_grad_(False)
         for name in names:
             parameters[name].requires_grad_(True)
+            module, _, key = name.rpartition(".")
+            owner: Any = part.get_submodule(module)
+            owner.trained_at_first = {key: len(self.ids) * parameters[name][0].numel()}
         self._names += names
         return Applied(part, tuple(names), f"{len(self.ids)} rows each", after_backward=self._only_new)
 

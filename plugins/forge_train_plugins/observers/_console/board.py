@@ -110,10 +110,13 @@ class Board:
 
 
 def _size(job: Job, model: Model) -> str:
+    from forge_train_kit.model import elements_trained  # which imports torch
+
     train = job.config.train
     count = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    share = "" if trained == count else f", {format_count(trained)} trained"
+    trained = elements_trained(model)
+    later = any(0 in getattr(module, "trained_at_first", {}).values() for _, module in model.named_modules())
+    share = "" if trained == count else f", {format_count(trained)} trained{' at first' if later else ''}"
     ranks = f" · {job.dist.world} process{'es' if job.dist.world > 1 else ''}"
     here = " on this rank" if job.dist.layout.pp > 1 else ""
     precision = "" if train.precision == "fp32" else f" · {train.precision}"
