@@ -80,7 +80,7 @@ def test_tools_may_be_json_in_a_string() -> None:
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
-        ({"text": "a", "id": 1}, r"fields \(text, id\) are no conversation's\. Shapes that are read: messages: "),
+        ({"text": "a", "id": 1}, r"\(text, id\) are no conversation's\. Shapes that are read: messages; conversat"),
         ({}, r"fields \(none\)"),
         ({"messages": [USER, ASSISTANT], "prompt": "a", "completion": "b"}, "more than one shape of records: messages"),
         ({"messages": []}, "conversation is empty"),

@@ -74,6 +74,8 @@ def test_a_slip_that_is_null_or_beside_what_it_means_passes() -> None:
     [
         ({"messages": [USER, ASSISTANT], "sytem": "s"}, "'sytem' is not read. Did you mean 'system'"),
         ({"messages": [USER, ASSISTANT], "toosl": [{"name": "f"}]}, "'toosl' is not read. Did you mean 'tools'"),
+        ({"mesages": [USER, ASSISTANT]}, "'mesages' is not read. Did you mean 'messages'"),
+        ({"promt": "a", "completion": "b"}, "'promt' is not read. Did you mean 'prompt'"),
         ({"instruction": "a", "output": "b", "inputs": "c"}, "'inputs' is not read. Did you mean 'input'"),
         ({"instruction": "a", "output": "b", "histroy": [["c", "d"]]}, "'histroy' is not read. Did you mean 'history'"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument": {"x": 1}}}]}]},
@@ -89,5 +91,7 @@ def test_a_slip_in_a_pair_is_refused() -> None:
     answers = {"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "c"}]}
     with pytest.raises(ConfigError, match="^here: 'promt' is not read. Did you mean 'prompt'"):
         preference({**answers, "promt": "x"}, "here")
+    with pytest.raises(ConfigError, match="^here: 'choosen' is not read. Did you mean 'chosen'"):
+        preference({"prompt": "x", "choosen": "a", "rejected": "b"}, "here")
     with pytest.raises(ConfigError, match="^here: 'negatives' is not read. Did you mean 'negative'"):
         embedding_texts({"anchor": "a", "positive": "b", "negatives": ["c"]}, "here")

@@ -244,6 +244,9 @@ def test_a_broken_line_of_a_later_part_has_its_number(tmp_path: Path, monkeypatc
     [
         ("a.json", '{"text": "a"}\n{"text": "b"}\n', r"not an array: a \.json file is read if .* is \.jsonl"),
         ("a.json", '{"text": "a"}', r"not an array but a dict: "),
+        ("a.jsonl", '[\n  {"text": "a"}\n]\n', r"line 1: not JSON \(.*\); a file with one array .* ends in \.json$"),
+        ("a.jsonl", '[{"text": "a"}]\n', r"line 1: not an object but a list; a file with one array .* in \.json$"),
+        ("a.jsonl", '{"text": "a"}\n{"text":\n', r"line 2: not JSON \(Expecting value at character 10\)$"),
         ("a.json", '[{"text": "a"}, 5]', r"element 2: not an object but a int"),
         ("a.csv", "text,n\na,1\nb\n", r"line 3: 1 fields, where the header has 2"),
         ("a.csv", "text,n,text\n", r"line 1: two fields are named 'text'"),

@@ -40,7 +40,9 @@ class Lines:
                     if wrong:
                         number += _lines_before(file, at) + 1 - number if part.start else 0
                         cut = "" if line.endswith(b"\n") else "; the file ends in this line"
-                        raise ConfigError(f"{file.at(f'line {number}')}: {wrong}{cut}")
+                        array = number == 1 and line.lstrip().startswith(b"[")
+                        hint = "; a file with one array of objects is read if its name ends in .json" if array else cut
+                        raise ConfigError(f"{file.at(f'line {number}')}: {wrong}{hint}")
                 place = f"byte {at}" if part.start else f"line {number}"
                 at += len(line)
                 if filled:
@@ -82,6 +84,8 @@ def _parse(line: bytes) -> tuple[dict[str, Any], str]:
         record = json.loads(line)
     except UnicodeDecodeError as error:
         return {}, f"not UTF-8 ({error.reason})"
+    except json.JSONDecodeError as error:  # whose text has a line of its own
+        return {}, f"not JSON ({error.msg} at character {error.pos + 1})"
     except (ValueError, RecursionError) as error:
         return {}, f"not JSON ({error})"
     if not isinstance(record, dict):

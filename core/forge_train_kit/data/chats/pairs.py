@@ -52,6 +52,7 @@ def preference(record: Mapping[str, Any], where: str = "this record") -> Prefere
         )
     if null := [name for name in ("chosen", "rejected") if name in record and name not in fields]:
         raise ConfigError(f"{where}: {null[0]} is null; a pair needs both answers.")
+    check_spelling(fields, ("chosen", "rejected"), where)
     if not {"chosen", "rejected"} <= fields.keys():
         raise ConfigError(f"{where}: expected chosen and rejected; the fields are {', '.join(fields) or 'none'}.")
     check_beside(fields, where)

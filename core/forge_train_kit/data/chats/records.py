@@ -172,7 +172,7 @@ def said(value: Any, role: str, where: str) -> list[Message]:
 
 
 def _shape(fields: Mapping[str, Any], nulls: Sequence[str], where: str, shape: str) -> str:
-    read = "; ".join(f"{name}: {' + '.join(needs)}" for name, needs in SHAPES.items())
+    read = "; ".join(" + ".join(needs) for needs in SHAPES.values())
     if shape and shape not in SHAPES:
         raise ConfigError(
             f"no shape of records {shape!r}; expected one of {', '.join(SHAPES)}.{nearest(shape, SHAPES)}"
@@ -184,6 +184,7 @@ def _shape(fields: Mapping[str, Any], nulls: Sequence[str], where: str, shape: s
             lacking = [need for need in needs if need not in fields]
             if set(lacking) <= set(nulls):
                 raise ConfigError(f"{where}: {lacking[0]} is null; a record of {' and '.join(needs)} needs a value.")
+        check_spelling(fields, (need for needs in tried for need in needs), where)
         there = ", ".join(fields) or "none"
         raise ConfigError(f"{where}: its fields ({there}) are no conversation's. Shapes that are read: {read}.")
     if len(fits) > 1:
