@@ -141,4 +141,4 @@ def test_few_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.messages
     warn_of_few(6, job(**asked))
     assert "takes 32 sequences" in caplog.messages[0]
-    assert "only 6 are held out" in caplog.messages[0]
+    assert "only 6 sequences are held out" in caplog.messages[0]

@@ -223,12 +223,15 @@ def test_a_run_says_first_how_much_it_learns(here: Path, caplog: pytest.LogCaptu
         told, warned = (record.getMessage() for record in caplog.records)
         assert re.match(
             rf"sft: {count} conversations of \d+ tokens, {labels} of them learned \(.*%\); "
-            rf"the longest has \d+ tokens; {lost} \(sft.long\); 0 held out; "
+            rf"the longest has \d+ tokens; {lost} \(sft.long\); 0 more held out; "
             rf"{60 / count:.2f} epochs of {count} rows in this run$",
             told,
         ), (told, labels)
         assert f"goes through its {count} conversations {60 / count:.1f} times" in warned
         assert f"one epoch is about {count} steps" in warned
+    run.config.train = TrainSection(steps=60, sequence=48, global_batch=count, micro_batch=1)
+    tell_learned("sft", "conversations", plugin._sides or {}, plugin._epoch, run)  # type: ignore[arg-type]
+    assert "one epoch is about 1 step (train.steps)." in caplog.records[-1].getMessage()
 
 
 class TestTemplates:

@@ -57,17 +57,17 @@ def tell_learned(
     progress.tell(
         f"{name}: {len(pieces.document) // group:,} {unit} of {tokens:,} tokens{texts}, {learned:,} of them learned "
         f"({learned / max(tokens, 1):.1%}); the longest has {int(lengths.max(initial=0)):,} tokens; {lost}"
-        f"{sides['validation'].count // group:,} held out; {times} in this run"
+        f"{sides['validation'].count // group:,} more held out; {times} in this run"
     )
     if epochs > MANY:
         once = -(-train.total_steps // epochs)
         log.warning(
             "This run goes through its %s %s %.1f times, which is often enough to learn them by heart; "
-            "one epoch is about %s steps%s.",
+            "one epoch is about %s%s.",
             f"{len(pieces.document) // group:,}",
             unit,
             epochs,
-            f"{int(once):,}",
+            format_length(0, int(once)),
             "" if train.epochs else " (train.steps)",
         )
 

@@ -190,7 +190,7 @@ def warn_of_few(samples: int | None, job: Job) -> None:
             "An evaluation takes %s sequences (train.evaluate_batches × train.global_batch), and %s held out. "
             "Each counts once, and padding fills the rest; hold more out for a surer loss.",
             f"{asked:,}",
-            "only one is" if samples == 1 else f"only {samples:,} are",
+            "only one sequence is" if samples == 1 else f"only {samples:,} sequences are",
         )
 
 
