@@ -14,6 +14,8 @@ from forge_train import ConfigError, Model
 from forge_train.checkpoint.checkpoint import shapes
 from forge_train.mesh.tensors import held_bytes, local
 from forge_train_kit.model.block_codes import BlockTensor
+from forge_train_kit.model.block_format import BlockFormat
+from forge_train_plugins.tuning.lora import LoRA
 from forge_train_tools.offline.adapters import export_adapter
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
@@ -121,6 +123,13 @@ def test_resumed_it_is_the_run_that_went_through(tmp_path: Path) -> None:
         run_forge(("lora",), {**config, "lora.base": "int8"}, folder=tmp_path, name="stopped", steps=6)
 
 
+def test_codes_of_8_bits_come_in_blocks_of_any_size() -> None:
+    assert not list(LoRA(LoRA.Config(base="int8", base_block=7)).check_config())
+    values = torch.randn(3, 21, generator=torch.Generator().manual_seed(0))
+    found = BlockTensor.of(values, BlockFormat("int8", 7)).plain()
+    assert torch.allclose(found, values, rtol=0, atol=float(values.abs().max()) / 254 * 1.001)
+
+
 def test_bytes_of_the_base(tmp_path: Path) -> None:
     write(tmp_path / "hf", "")
     _, model = started(tmp_path / "hf", *NF4)
@@ -135,7 +144,8 @@ def test_bytes_of_the_base(tmp_path: Path) -> None:
             ("lora.base=nf4", "lora.base_block=24"),
             r"lora\.base_block: 24 does not divide the \d+ columns that a rank has of 'layers\.0\.",
         ),
-        (("lora.base=nf4", "lora.base_block=7"), r"lora\.base_block: must be even: two codes share a byte"),
+        (("lora.base=nf4", "lora.base_block=7"), r"lora\.base_block: must be even with nf4: two codes share"),
+        (("lora.base=int8", "lora.base_block=7"), r"lora\.base_block: 7 does not divide the \d+ columns that a rank"),
         (("lora.base_block=32",), r"lora\.base_block: has no effect without lora\.base"),
         (("lora.base_double=true",), r"lora\.base_double: has no effect without lora\.base"),
         (("lora.base=nf5",), r"lora\.base: .*nf4"),

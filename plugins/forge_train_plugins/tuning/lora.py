@@ -82,7 +82,7 @@ class LoRA(Plugin):
         """Hold linears and stacks that have an update in 4 bits ("nf4", the NormalFloat4 of QLoRA, arXiv:2305.14314) or
         in 8 ("int8"). They are decoded where they are multiplied."""
         base_block: Annotated[int, Gt(1)] = 64
-        """Values of a row that share a scale. It must divide the width of each such weight."""
+        """Values of a row that share a scale. It must divide the width of each such weight, and be even for "nf4"."""
         base_double: bool = False
         """Keep these scales in 8 bits too (double quantisation), with two fp32 numbers for each row."""
         lr_ratio: Annotated[float, Gt(0)] = 1.0
@@ -120,8 +120,8 @@ class LoRA(Plugin):
         for key in ("base_block", "base_double") if not self.config.base else ():
             if getattr(self.config, key) != getattr(type(self.config)(), key):
                 yield Problem(f"lora.{key}", "has no effect without lora.base.")
-        if self.config.base_block % 2:
-            yield Problem("lora.base_block", "must be even: two codes share a byte.")
+        if self.config.base == "nf4" and self.config.base_block % 2:
+            yield Problem("lora.base_block", "must be even with nf4: two codes share a byte.")
         for group in self.config.groups:
             if group.rank is None and group.alpha is None:
                 yield Problem("lora.groups", f"{group.match!r} changes nothing; set its rank or its alpha.")
