@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -188,6 +189,7 @@ def open_model(
         opened = opening.open_model(place, device=device, plugins=tuple(plugins))
         if adapters:
             add_adapters(opened, adapters, tuple(plugins))
+            opened = replace(opened, adapters=tuple(map(Path, adapters)))
         return TrainedModel(opened)
 
 

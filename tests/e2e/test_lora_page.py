@@ -18,6 +18,27 @@ RATE = ("adamw.lr=2e-4", "adamw.lr=1e-2")
 
 
 @pytest.mark.e2e
+def test_an_adapter_brings_the_chat_template_that_its_base_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chat_model.write_model(tmp_path / "hf", head=10)
+    (tmp_path / "hf" / "chat_template.jinja").unlink()
+    chat_model.write_chats(tmp_path / "chats.jsonl")
+    chats = ("-s", "sft.path=chats.jsonl", "-s", "sft.template=chatml", "-s", "adamw.lr=1e-2", "--name", "tuned")
+    for words in (
+        ("train", "hf", "-p", "lora,sft", *chats),
+        ("checkpoint", "export", "runs/tuned", "adapter", "--adapter"),
+    ):
+        ended = forge(*words, environment={"FORGE_SET": SMALL})
+        assert ended.code == 0, ended.err
+    for folder in (("runs/tuned",), ("hf", "--adapter", "adapter")):
+        asked = forge("generate", *folder, "--chat", "--prompt", "say 7", "--temperature", "0", "--tokens", "9")
+        assert asked.out == "seven\n", asked.err
+
+
+@pytest.mark.e2e
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,14 @@ def test_an_adapter_of_another_model_is_refused(models: Path, tmp_path: Path) ->
         ConfigError, match=r"updates a weight of 48 × 48, but 'layers\.0\.attention\.q' has 64 × 64: it is"
     ):
         open_model(models / "base", adapters={str(tmp_path / "other"): 1.0})
+
+
+def test_adapters_with_different_chat_templates_do_not_chat(models: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        shutil.copytree(models / folder.name, folder)
+        (folder / "chat_template.jinja").write_text(f"{folder.name}: {{{{ messages[0].content }}}}")
+    opened = open_model(models / "base", adapters=dict.fromkeys(map(str, folders), 1.0))
+    with pytest.raises(ConfigError, match=r"chat: .*a and .*b have different chat templates; leave --chat out\."):
+        opened.generate("say 3", chat=True)
+    assert opened.generate("say 3", tokens=2) is not None

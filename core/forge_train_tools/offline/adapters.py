@@ -11,20 +11,21 @@ from forge_train.base.files import write_json
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.loop.weights import base_of, compare_shapes, places
-from forge_train_kit import hookspecs
+from forge_train_kit import hookspecs, model_files
 from forge_train_kit.format import format_lines
 from forge_train_kit.hf.ranges import Weights
 from forge_train_kit.hf.start import exported, same_modules
 from forge_train_kit.state_map import Plan, Step
 
-from .hf_files import Exchanged, appearing
+from .hf_files import Exchanged, appearing, put_beside
 from .opening import compose_meta, lone_job, setup_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def export_adapter(source: Path, target: Path) -> Exchanged:
-    """Write the adapter of a run (its newest whole checkpoint) or of a checkpoint as a folder of PEFT.
+    """Write the adapter of a run (its newest whole checkpoint) or of a checkpoint as a folder of PEFT, with the
+    tokenizer's files, whose chat template it was trained with.
 
     Args:
         source: a run or a checkpoint.
@@ -63,6 +64,7 @@ def export_adapter(source: Path, target: Path) -> Exchanged:
     with appearing(target) as part:
         write_json(part / CONFIG, {"base_model_name_or_path": _folder_beneath(source), **adapter.config})
         save_file(tensors, part / TENSORS, metadata={"format": "pt"})
+        put_beside(part, model_files.of(setup.config, setup.hooks, source))
     return Exchanged(target, sum(one.numel() for one in tensors.values()), (TENSORS,))
 
 

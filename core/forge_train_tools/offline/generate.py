@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,12 +101,22 @@ class Completion:
         prompt: the text to continue; empty for the beginning of a document.
         sampling: how to choose tokens.
         whole: whether the prompt has its own beginning, as a rendered chat has; if not, the tokenizer's is added.
+        ends: tokens that end a text, beside the tokenizer's.
 
     Raises:
         ConfigError: for a prompt that leaves no room, or a model that can't generate here.
     """
 
-    def __init__(self, job: Job, model: Model, prompt: str, sampling: Sampling, *, whole: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model: Model,
+        prompt: str,
+        sampling: Sampling,
+        *,
+        whole: bool = False,
+        ends: Collection[int] = (),
+    ) -> None:
         if max(len(model.parts), job.dist.layout.pp, job.dist.layout.cp) > 1:
             raise ConfigError("Generating text needs a whole model and whole sequences; this model is cut by pp or cp.")
         if not job.hooks.provider("tokenizer"):
@@ -117,6 +127,7 @@ class Completion:
             raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
         self._job, self._model, self._part, self._sampling = job, model, model.parts[0], sampling
         self._tokenizer = hookspecs.tokenizer(job)
+        self._ends = {*self._tokenizer.stops, *ends}
         self._prompt = self._encode(prompt, whole=whole)
         room = self._room()
         self._count = min(sampling.tokens, room)
@@ -153,7 +164,7 @@ class Completion:
 
     def _ids(self) -> Iterator[int]:
         for token in self._drafted() if self._sampling.drafts else self._drawn():
-            if token in self._tokenizer.stops:
+            if token in self._ends:
                 self.stopped = "end"
                 return
             self.tokens += 1

@@ -46,6 +46,8 @@ class Opened:
     """The checkpoint, or the folder in Hugging Face layout."""
     step: int
     tokens: int
+    adapters: tuple[Path, ...] = ()
+    """Folders of PEFT that were added to the weights."""
 
 
 class ReadOnlyRun(Run):

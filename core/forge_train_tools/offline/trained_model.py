@@ -19,6 +19,8 @@ from .generate import Completion, Sampling
 from .logits import logits_of
 from .opening import Opened
 
+TEMPLATE = "chat_template.jinja"
+
 
 class SamplingOptions(TypedDict, total=False):
     """The fields of `Sampling`, as keywords."""
@@ -90,9 +92,11 @@ class TrainedModel:
 
     def complete(self, prompt: str, sampling: Sampling, *, chat: bool = False) -> Completion:
         """The completion behind `stream`, which also knows why and after how many tokens it ended."""
+        from forge_train_kit.data.tokenizers.special import stop_ids
+
         opened = self._opened
-        given = self._as_chat(prompt) if chat else prompt
-        return Completion(opened.job, opened.model, given, sampling, whole=chat)
+        given, ends = (self._as_chat(prompt), stop_ids(self._chat_folder())[1]) if chat else (prompt, ())
+        return Completion(opened.job, opened.model, given, sampling, whole=chat, ends=ends)
 
     def logits(self, text: str | Sequence[int]) -> Tensor:
         """The logits after each token of a text: `[tokens, vocabulary]`, fp32 on the CPU.
@@ -120,9 +124,22 @@ class TrainedModel:
     def _as_chat(self, message: str) -> str:
         from forge_train_kit.data.chats import open_template
 
+        template = open_template("", self._chat_folder())
+        return template.render([{"role": "user", "content": message}], generation_prompt=True)[0]
+
+    def _chat_folder(self) -> Path:
+        """The folder whose chat template and ends of turns the model knows: an adapter's, if it has one.
+
+        Raises:
+            ConfigError: there is none, or adapters have different templates.
+        """
         opened = self._opened
+        own = {one: one / TEMPLATE for one in opened.adapters if (one / TEMPLATE).is_file()}
+        if len({file.read_bytes() for file in own.values()}) > 1:
+            raise ConfigError(f"chat: {' and '.join(map(str, own))} have different chat templates; leave --chat out.")
+        if own:
+            return next(iter(own))
         files = model_files.of(opened.job.config, opened.job.hooks, opened.path)
         if not (name := model_files.vocabulary_of(files)):
             raise ConfigError("chat: this model came without a tokenizer's folder, so it has no chat template.")
-        template = open_template("", files[name].parent)
-        return template.render([{"role": "user", "content": message}], generation_prompt=True)[0]
+        return files[name].parent
