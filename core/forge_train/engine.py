@@ -97,13 +97,14 @@ def train(
             load_extra(job, found)
             if dist.main:
                 _tell_idle(job, composition)
-                if known:  # which is not touched before the new layout has been found to hold it
-                    _describe_again(job, fresh=fresh)
+                if known and fresh:  # not before the new layout has been found to hold it
+                    _start_over(job)
                 with disk.writing(run.dir / "composition.json"):
                     write_json(run.dir / "composition.json", composition.report)
 
         try:
-            training = Training(assemble(job, watcher, allocate), setup)
+            describe = partial(describe_run, run, config, hooks, fresh=fresh)
+            training = Training(assemble(job, watcher, allocate), setup, describe if known and dist.main else None)
             stack.callback(training.close)
             stack.enter_context(signals(job.control))
             training.start(found)
@@ -157,19 +158,13 @@ def _tell_idle(job: Job, composition: Composition) -> None:
                 log.warning("Plugin %r does nothing here: %s is 1; set it, as in -s %s=2.", name, key, key)
 
 
-def _describe_again(job: Job, *, fresh: bool) -> None:
-    """Describe a run that was there before; one without a checkpoint starts over, and what it left is kept."""
-    run, text = job.run, to_toml(job.config, job.hooks)
-    if not fresh:
-        describe_run(run, job.config, job.hooks, fresh=False)
-        return
-    changes = changed_values(run.dir / "config.toml", text)
-    aside = set_aside(run)
-    describe_run(run, job.config, job.hooks, fresh=True)
+def _start_over(job: Job) -> None:
+    """Keep what a run without a checkpoint left."""
+    changes = changed_values(job.run.dir / "config.toml", to_toml(job.config, job.hooks))
     log.warning(
         "%s has no whole checkpoint, so the run starts over. What was there is kept in %s.%s",
-        run.dir,
-        aside.name,
+        job.run.dir,
+        set_aside(job.run).name,
         "\n  ".join(["\nThe values are not the same:", *changes]) if changes else "",
     )
 
@@ -184,7 +179,7 @@ def _record_failure(job: Job, training: Training | None, model: Model | None, er
     code, began, rank = getattr(error, "code", 1), time.time(), job.dist.rank
     finished = Finished(outcome, step, loss, code, job.run.dir, describe(error), error=error)
     finished.model, finished.optimizer, finished.log = model, optimizer, _log_file(job)
-    refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
+    refused = isinstance(error, ConfigError) and not (training and (training.stepped or not job.run.outcome()))
     full = isinstance(error, disk.DiskError)
 
     def record(write: Callable[[], object]) -> None:

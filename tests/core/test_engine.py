@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -258,6 +259,28 @@ def test_a_refused_run_is_left_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this run differs"):
         toys.run(tmp_path, name="a", steps=4, config={"run.seed": 9})
     assert {file: file.read_bytes() for file in run.run.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize(("hook", "error"), [("on_start", ConfigError), ("on_gradients", LookupError)])
+def test_a_run_that_fails_before_its_next_step_goes_on_as_before(
+    tmp_path: Path, hook: str, error: type[Exception], saved: bool
+) -> None:
+    def fail(self: Plugin) -> None:
+        raise error("no")
+
+    run = toys.run(tmp_path, name="a", steps=4, stop_at=2, config={"checkpoint.every": 2}).run
+    if not saved:
+        shutil.rmtree(run / "checkpoints")
+    left = ["config.toml", "plugins.json", *(["outcome.json"] if saved and error is ConfigError else [])]
+    before = {name: (run / name).read_bytes() for name in left}
+    changed = {"log.every": 3, "checkpoint.allow_changes": ["fails"]}
+    with pytest.raises(error):
+        toys.run(tmp_path, type("Fails", (Plugin,), {hook: hookimpl(fail)}), name="a", steps=4, config=changed)
+    assert {name: (run / name).read_bytes() for name in left} == before
+    assert toys.run(tmp_path, name="a", steps=4, config={"log.every": 2}).finished.outcome == "done"
+    assert "every = 2" in (run / "config.toml").read_text(encoding="utf-8").partition("[log]")[2]
 
 
 # -- requests -------------------------------------------------------------------------------------

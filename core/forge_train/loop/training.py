@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..base.errors import ConfigError, DivergedError, during
@@ -26,10 +27,16 @@ from .weights import Base, base_of, check_kept
 
 
 class Training:
-    """An assembled run: steps, and what happens between them."""
+    """An assembled run: steps, and what happens between them.
+
+    Args:
+        stepper: takes the steps.
+        setup: how they were configured.
+        describe: describes the run anew, once it has taken a step; if it fails before, it can be continued as it was.
+    """
 
     @during("build")
-    def __init__(self, stepper: Stepper, setup: Setup) -> None:
+    def __init__(self, stepper: Stepper, setup: Setup, describe: Callable[[], None] | None = None) -> None:
         self.stepper, self.job, self.model = stepper, stepper.job, stepper.model
         self.progress, job = Progress(), stepper.job
         self._base: Base | None = None
@@ -40,6 +47,7 @@ class Training:
         self.saver = Saver(job, self.policy, setup.copies)
         self._meter = Meter(job)
         self.loss: float | None = None
+        self.stepped, self._describe = False, describe or (lambda: None)
         self.told_of_end: set[str] = set()
         """Plugins that were told how the run ended. If a later one fails then, they are not told again."""
 
@@ -85,13 +93,14 @@ class Training:
         config = self.job.config
         self.model.train()
         self._meter.start(self.progress.tokens, self.progress.step)
-        settled, hours = False, config.train.max_hours
+        hours = config.train.max_hours
         over = time.monotonic() + hours * 3600 if hours else math.inf
         while self.progress.step < self.job.steps:
             with self._around_step():
                 result = self.stepper.run(self.progress)
-            if not settled:
-                settled = True
+            if not self.stepped:
+                self.stepped = True
+                self._describe()
                 self.job.dist.settle(self.job.config.run.timeout)
                 optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
             self.stepper.tell(result)
@@ -112,6 +121,8 @@ class Training:
             if self.policy.due(result.step) or last:
                 self._save(result, last=last)
                 self._rolled_back()
+        if not self.stepped:
+            self._describe()
         self.saver.wait()
         return self._finish("done", 0)
 

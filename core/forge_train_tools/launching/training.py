@@ -126,9 +126,12 @@ def smaller_layouts(request: Request, nproc: int, least: int) -> dict[int, Layou
 
 
 def _record(run: Run, first: WorkerResult, step: int, since: float, restart: Restart | None = None) -> None:
-    """Record how the first failing rank failed, and whether all start again, unless the run was refused before it
-    started."""
-    if not is_run(run.dir) or (first.code == ConfigError.code and not is_kept(run.dir)):
+    """Record how the first failing rank failed, and whether all start again, unless the run was refused before it took
+    a step: it is then described as before."""
+    if not is_run(run.dir):
+        return
+    described = (run.dir / "config.toml").stat().st_mtime
+    if first.code == ConfigError.code and (not is_kept(run.dir) or described < since):
         return
     try:
         run.fail_again(first.as_failure(), first.code, step, since=since)

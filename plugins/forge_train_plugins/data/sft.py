@@ -24,7 +24,7 @@ from forge_train_kit.data.plugin import (
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Finished, Job, Model
+    from forge_train import CheckpointEvent, Finished, Job, Model
     from forge_train.config import Config as RunConfig
     from forge_train_kit.data.documents import Documents
     from forge_train_kit.data.held_out import Side
@@ -171,13 +171,19 @@ class SFT(DataPlugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
-        from forge_train_kit.data.chats import save_template
+        """Say how much is learned."""
         from forge_train_kit.data.learned import tell_learned
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
             tell_learned("sft", "turns" if self.config.each_turn else "conversations", self._sides, self._epoch, job)
-        save_template(job, self.config.template, self.config.template_options)
+
+    @hookimpl
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        """Complete the tokenizer's files, which exports and `forge generate` read."""
+        from forge_train_kit.data.chats import save_template
+
+        if event.kind == "saving" and self._job is not None:
+            save_template(self._job, self.config.template, self.config.template_options)
 
     @hookimpl
     def on_end(self, finished: Finished) -> None:

@@ -14,7 +14,7 @@ from forge_train_kit.capabilities import KernelCapabilities
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Finished, Job, Model
+    from forge_train import CheckpointEvent, Finished, Job, Model
     from forge_train.config import Config as RunConfig
     from forge_train_kit.data.feedback import Answers
     from forge_train_kit.data.held_out import Side
@@ -66,6 +66,7 @@ class TextFeedback(Plugin):
     config: Config
     _sides: Mapping[Side, Answers] | None = None
     _epoch: Pieces | None = None
+    _job: Job | None = None
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -153,9 +154,8 @@ class TextFeedback(Plugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
+        """Say how much is learned."""
         from forge_train_kit.data import progress
-        from forge_train_kit.data.chats import save_template
         from forge_train_kit.data.learned import tell_learned
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
@@ -163,7 +163,15 @@ class TextFeedback(Plugin):
             good, bad = int(desirable.sum()), int((~desirable).sum())
             tell_learned("text_feedback", "answers", self._sides, self._epoch, job)
             progress.tell(f"text_feedback: {good:,} answers are desirable, and {bad:,} are not")
-        save_template(job, self.config.template, self.config.template_options)
+        self._job = job
+
+    @hookimpl
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        """Complete the tokenizer's files, which exports and `forge generate` read."""
+        from forge_train_kit.data.chats import save_template
+
+        if event.kind == "saving" and self._job is not None:
+            save_template(self._job, self.config.template, self.config.template_options)
 
     @hookimpl
     def on_end(self, finished: Finished, job: Job) -> None:

@@ -14,7 +14,7 @@ from forge_train_kit.capabilities import KernelCapabilities
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Finished, Job, Model
+    from forge_train import CheckpointEvent, Finished, Job, Model
     from forge_train.config import Config as RunConfig
     from forge_train_kit.data.documents import Documents
     from forge_train_kit.data.held_out import Side
@@ -67,6 +67,7 @@ class TextPairs(Plugin):
     config: Config
     _sides: Mapping[Side, Documents] | None = None
     _epoch: Pieces | None = None
+    _job: Job | None = None
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -168,14 +169,20 @@ class TextPairs(Plugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
-        from forge_train_kit.data.chats import save_template
+        """Say how much is learned."""
         from forge_train_kit.data.learned import tell_learned
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
             tell_learned("text_pairs", "pairs", self._sides, self._epoch, job, group=2)
-        if self.config.kind == "preference":
-            save_template(job, self.config.template, self.config.template_options)
+        self._job = job
+
+    @hookimpl
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        """Complete the tokenizer's files, which exports and `forge generate` read."""
+        from forge_train_kit.data.chats import save_template
+
+        if event.kind == "saving" and self.config.kind == "preference" and self._job is not None:
+            save_template(self._job, self.config.template, self.config.template_options)
 
     @hookimpl
     def on_end(self, finished: Finished, job: Job) -> None:

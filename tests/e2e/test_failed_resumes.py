@@ -1,0 +1,72 @@
+"""A resume that fails leaves the run as it was."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chat_model
+from forge_cli import forge
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.e2e
+
+SMALL = {
+    "FORGE_SET": "run.device=cpu;train.global_batch=4;train.sequence=32;train.evaluate_every=0;sft.held_out=0;"
+    "sft.path=chats.jsonl"
+}
+RUN = Path("runs/tuned")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of adapters, `runs/tuned`, and its base in `runs/imported`."""
+    folder = tmp_path_factory.mktemp("resumes")
+    chat_model.write_model(folder / "hf")
+    chat_model.write_chats(folder / "chats.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("train", "hf", "-p", "lora,sft", "-s", "train.steps=2", "--name", "tuned", environment=SMALL)
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same with the run of its own."""
+    shutil.copytree(made / "runs" / "tuned", tmp_path / "runs" / "tuned")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").symlink_to(made / "chats.jsonl")
+    return tmp_path
+
+
+def run(*words: Any, environment: dict[str, str] | None = None) -> str:
+    ended = forge(*words, environment=environment or {})
+    assert ended.code == 0, ended.err
+    return ended.out + ended.err
+
+
+def content() -> dict[str, bytes]:
+    """What a resume reads of the run's folder."""
+    names = ["config.toml", "plugins.json", "outcome.json", *(RUN / "tokenizer").iterdir()]
+    return {str(one): (RUN / one if isinstance(one, str) else one).read_bytes() for one in names}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.init_from=nowhere",),
+        ("train.init_from=nowhere", "--nproc", "2"),
+        ("train.init_from=nowhere", "sft.template=chatml", "checkpoint.allow_changes=sft"),
+        ('tokenizer.add=["<x>"]', 'checkpoint.allow_changes=["tokenizer"]'),
+    ],
+)
+def test_a_failed_resume_changes_nothing_that_the_next_one_reads(place: Path, settings: tuple[str, ...]) -> None:
+    before = content()
+    words = [word for one in settings for word in (("-s", one) if "=" in one else (one,))]
+    assert forge("train", "--resume", RUN, "-s", "train.steps=4", *words).code == 2
+    assert content() == before
+    run("train", "--resume", RUN, "-s", "train.steps=3")
+    assert content()["config.toml"] != before["config.toml"]
