@@ -142,6 +142,7 @@ def import_(
     "--format", "layout", type=click.Choice(["hf", "dcp"]), default="hf", show_default=True, help="Layout of OUT."
 )
 @click.option("--adapter", is_flag=True, help="Write only what was added to the base, as a folder of PEFT.")
+@set_option
 @dtype_option
 @shard_option
 @nproc_option()
@@ -151,6 +152,7 @@ def export(
     out: Path,
     layout: str,
     adapter: bool,
+    assignments: tuple[str, ...],
     dtype: torch.dtype | None,
     shard_size: int,
     nproc: int | None,
@@ -164,8 +166,8 @@ def export(
     if layout == "dcp":
         from forge_train_tools.offline.dcp import export_dcp
 
-        if dtype is not None or nproc is not None or adapter:
-            text = "--format dcp writes a checkpoint as it is: --adapter, --dtype and --nproc don't apply."
+        if dtype is not None or nproc is not None or adapter or assignments:
+            text = "--format dcp writes a checkpoint as it is: --adapter, --set, --dtype and --nproc don't apply."
             raise click.UsageError(text)
         _say(export_dcp(path, out), as_json)
         return
@@ -179,9 +181,9 @@ def export(
     if adapter and (dtype is not None or nproc is not None):
         raise click.UsageError("--adapter writes the added parameters as they are: --dtype and --nproc don't apply.")
     if adapter:
-        done = export_adapter(path, out)
+        done = export_adapter(path, out, settings=assignments)
     else:
-        done = export_checkpoint(path, out, dtype=dtype, shard_bytes=shard_size, nproc=nproc or 1)
+        done = export_checkpoint(path, out, dtype=dtype, shard_bytes=shard_size, nproc=nproc or 1, settings=assignments)
     if is_run(run := run_folder(checkpoint.resolve(path))):
         recorder = Recorder(run)
         for file in done.files:

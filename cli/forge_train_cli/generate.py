@@ -14,7 +14,7 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
 
 from . import screen
-from .options import json_option, plugins_option
+from .options import json_option, plugins_option, set_option
 
 if TYPE_CHECKING:
     from forge_train_tools.offline.generate import Completion
@@ -58,6 +58,7 @@ ENDED = {
     help="Add an adapter of PEFT to the weights, times WEIGHT (1 by default); may be repeated.",
 )
 @plugins_option
+@set_option
 @json_option
 def generate(
     path: Path,
@@ -65,6 +66,7 @@ def generate(
     chat: bool,
     adapter: tuple[str, ...],
     plugins: tuple[str, ...],
+    assignments: tuple[str, ...],
     as_json: bool,
     **choices: Any,
 ) -> None:
@@ -86,7 +88,7 @@ def generate(
     sampling = Sampling(**choices)
     prompt = _stdin() if prompt == "-" else prompt
     adapters = _factors(adapter)
-    opened = open_model(path, plugins=plugins, adapters=adapters)
+    opened = open_model(path, plugins=plugins, set=_values(assignments), adapters=adapters)
     completion = opened.complete(prompt, sampling, chat=chat)
     started = time.perf_counter()
     if not as_json:
@@ -131,6 +133,21 @@ def _factors(adapters: tuple[str, ...]) -> dict[str, float]:
         if folder in found:
             raise ConfigError(f"--adapter {folder}: given twice.")
         found[folder] = number
+    return found
+
+
+def _values(assignments: tuple[str, ...]) -> dict[str, str]:
+    """Key → value.
+
+    Raises:
+        ConfigError: for what is no assignment.
+    """
+    found = dict[str, str]()
+    for one in assignments:
+        key, equals, value = one.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {one!r}: expected key=value, like train.init_from=runs/first.")
+        found[key.strip()] = value.strip()
     return found
 
 

@@ -167,6 +167,7 @@ def open_model(
     *,
     device: Device | None = None,
     plugins: Iterable[str] = (),
+    set: Mapping[str, Any] | None = None,
     adapters: Mapping[str, float] | None = None,
 ) -> TrainedModel:
     """Open a trained model in this process, to write text with it or to look at its logits.
@@ -175,6 +176,7 @@ def open_model(
         path: a run (its newest whole checkpoint), a checkpoint, or a Hugging Face folder.
         device: `cpu`, `cuda` or `mps`; by default the one it was trained on, or else one of this machine.
         plugins: plugins to enable with the model of a Hugging Face folder, as an attention kernel that it needs.
+        set: values to override, as in `train`.
         adapters: folder of PEFT → factor: what each adds to the weights, times the factor, is added.
 
     Raises:
@@ -186,7 +188,8 @@ def open_model(
         from .offline.trained_model import TrainedModel
 
         place = path.path if isinstance(path, RunFolder) else Path(path)
-        opened = opening.open_model(place, device=device, plugins=tuple(plugins))
+        settings = tuple(as_assignments(set or {}))
+        opened = opening.open_model(place, device=device, plugins=tuple(plugins), settings=settings)
         if adapters:
             add_adapters(opened, adapters, tuple(plugins))
             opened = replace(opened, adapters=tuple(map(Path, adapters)))

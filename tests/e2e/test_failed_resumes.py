@@ -1,4 +1,4 @@
-"""A resume that fails leaves the run as it was."""
+"""A resume that fails leaves the run as it was, and a base that was moved is named where the advice says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import chat_model
-from forge_cli import forge
+from forge_cli import forge, one_message
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.e2e
@@ -42,6 +42,15 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def moved(made: Path, place: Path) -> Any:
+    """The base of the run in a place that it does not know."""
+    (base,) = (one.parent for one in (made / "runs" / "imported").glob("*/tensors.json"))
+    base.rename(place / "base")
+    yield place / "base"
+    (place / "base").rename(base)
+
+
 def run(*words: Any, environment: dict[str, str] | None = None) -> str:
     ended = forge(*words, environment=environment or {})
     assert ended.code == 0, ended.err
@@ -70,3 +79,26 @@ def test_a_failed_resume_changes_nothing_that_the_next_one_reads(place: Path, se
     assert content() == before
     run("train", "--resume", RUN, "-s", "train.steps=3")
     assert content()["config.toml"] != before["config.toml"]
+
+
+def test_a_base_that_was_moved_is_named(place: Path, moved: Path) -> None:
+    said = one_message(forge("train", "--resume", RUN, "-s", "train.steps=3"), 2)
+    assert "Name a copy of it with train.init_from" in said
+    named = ("-s", f"train.init_from={moved}")
+    run("train", "--resume", RUN, "-s", "train.steps=3", *named)
+    run("train", "--resume", RUN, "-s", "train.steps=4")  # which knows the new place by now
+
+
+def test_a_base_that_was_moved_is_named_to_whoever_reads_the_run(place: Path, moved: Path) -> None:
+    named = ("-s", f"train.init_from={moved}")
+    commands: tuple[tuple[str, ...], ...] = (
+        ("generate", str(RUN), "--prompt", "say", "--tokens", "3"),
+        ("checkpoint", "export", str(RUN), "merged"),
+        ("checkpoint", "export", str(RUN), "shared", "--nproc", "2"),
+        ("checkpoint", "export", str(RUN), "adapter", "--adapter"),
+    )
+    for words in commands:
+        assert "Name a copy of it with train.init_from" in one_message(forge(*words), 2)
+        run(*words, *named)
+    assert Path("merged/model.safetensors").read_bytes() == Path("shared/model.safetensors").read_bytes()
+    assert one_message(forge(*commands[0], "-s", "train"), 2).startswith("--set 'train': expected key=value")

@@ -34,7 +34,7 @@ from ..store.placement import check_alike, describe_odd
 from ..store.tree import split
 from .run import plugin_list, saved_plugins
 from .start import changed_layout
-from .weights import Base, compare_shapes, kept, places, read
+from .weights import Base, base_beneath, compare_shapes, kept, places, read
 
 log = logging.getLogger("forge_train")
 
@@ -100,8 +100,8 @@ def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
     return state
 
 
-def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
-    """Put a run where a checkpoint was taken; the changes that were allowed, in words.
+def restore(stepper: Stepper, progress: Progress, path: Path) -> tuple[list[str], Base | None]:
+    """Put a run where a checkpoint was taken; gives the changes that were allowed, in words, and the base beneath it.
 
     Raises:
         ConfigError: if the checkpoint is of another model, other plugins or another configuration.
@@ -109,7 +109,8 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
     job = stepper.job
     changes = compare(job, path, silent=True)  # what there is to say was said before the run folder was touched
     weights = stepper.model.state_dict()
-    fit = compare_shapes(path, weights, job.dist, places(path, job.dist, job.config.train.init_from))
+    base = base_beneath(path, job.dist, job.config.train.init_from)
+    fit = compare_shapes(path, weights, job.dist, places(path, job.dist, base))
     like = {f"model.{name}": weights[name] for name, where in fit.files.items() if where == path}
     like["random"] = random_states_like(checkpoint.shapes(path)["random"][0], job.dist)
     like |= _sharded(stepper, path)
@@ -144,7 +145,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
             plugin.load_state_dict(state["plugins"][name])
     stepper.metrics.load_state_dict(state.get("metrics"))
     set_random_state_from(state["random"], job.dist, job.seed, progress.step)
-    return changes
+    return changes, base
 
 
 def _providers(job: Job) -> dict[str, str | None]:

@@ -23,7 +23,7 @@ from .assembly import load_initial
 from .checkpoint_policy import CheckpointPolicy
 from .resume import capture, optimizer_to_save, restore
 from .saver import Saver
-from .weights import Base, base_of, check_kept
+from .weights import Base, check_kept
 
 
 class Training:
@@ -213,8 +213,7 @@ class Training:
 
     @during("load")
     def _load(self, path: Path) -> None:
-        changes = restore(self.stepper, self.progress, path)
-        self._base = base_of(checkpoint.read_state(path))
+        changes, self._base = restore(self.stepper, self.progress, path)
         if self.job.dist.main:
             self.job.run.cut_metrics(self.progress.step)
             self.loss = self.job.run.last_loss()

@@ -4,7 +4,7 @@ which holds a part of them (`checkpoint.only`)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def load_weights(
         model: which gets them.
         job: whose processes read.
         path: the checkpoint.
-        base: see `places`.
+        base: see `base_beneath`.
         missing: patterns of names that the checkpoint need not hold.
         unexpected: patterns of names that it may hold beside the model's.
         free: patterns of names that only the checkpoint, only the model, or neither may have.
@@ -134,39 +134,48 @@ def read(weights: Mapping[str, Tensor], fit: Fit, dist: DistributedContext, *, b
     """
     paths = dist.gather_objects(sorted({str(path) for path in fit.files.values()}))
     for path in sorted({Path(one) for some in paths for one in some} - {but}):
-        like = {f"{MODEL}{name}": weights[name] for name, where in fit.files.items() if where == path}
-        elsewhere = {name.removeprefix(MODEL) for name in checkpoint.shapes(path)} - {
-            n.removeprefix(MODEL) for n in like
-        }
+        own = {name: weights[name] for name, where in fit.files.items() if where == path}
+        elsewhere = {name.removeprefix(MODEL) for name in checkpoint.shapes(path)} - own.keys()
         with torch.no_grad():
-            checkpoint.load(path, like, dist, only=MODEL, elsewhere=elsewhere)
-            take_evaluated(path, {n.removeprefix(MODEL): one for n, one in like.items()}, dist)
+            checkpoint.load(path, {f"{MODEL}{n}": one for n, one in own.items()}, dist, only=MODEL, elsewhere=elsewhere)
+            take_evaluated(path, own, dist)
 
 
-def places(path: Path, dist: DistributedContext, base: str = "") -> dict[str, Path]:
+def places(path: Path, dist: DistributedContext, base: str | Base | None = "") -> dict[str, Path]:
     """Return the checkpoint that holds each of a model's tensors: this one, or one beneath it.
 
     Args:
         path: a checkpoint.
         dist: the processes, which all call this.
-        base: the run or checkpoint beneath a partial one; by default, the one that it was saved with.
+        base: what `base_beneath` has found, or takes; it raises what that does.
+    """
+    own = {name.removeprefix(MODEL): path for name in checkpoint.shapes(path) if name.startswith(MODEL)}
+    found = base if isinstance(base, Base) else base_beneath(path, dist, base or "")
+    return {**places(Path(found.path), dist), **own} if found else own
+
+
+def base_beneath(path: Path, dist: DistributedContext, named: str = "") -> Base | None:
+    """Find the base of a checkpoint that holds only part of the weights; None for others.
+
+    Args:
+        path: the checkpoint.
+        dist: the processes, which all call this.
+        named: the run or checkpoint that it is; by default, where it was when the checkpoint was saved.
 
     Raises:
         ConfigError: if the base is missing or has changed.
     """
-    own = {name.removeprefix(MODEL): path for name in checkpoint.shapes(path) if name.startswith(MODEL)}
-    saved = base_of(checkpoint.read_state(path))
-    if saved is None:
-        return own
-    named = _same(base, saved.path) if base else saved.path
+    if (saved := base_of(checkpoint.read_state(path))) is None:
+        return None
     told = f"{path} holds a part of the weights, and the others are those of {saved.path}"
+    way = "Name a copy of it with train.init_from." if named else "Put it back there."
     try:
-        beneath = checkpoint.resolve(Path(named), dist)
+        beneath = checkpoint.resolve(Path(_same(named, saved.path) if named else saved.path), dist)
     except ConfigError as error:
-        raise ConfigError(f"{told}.\n{error}\nName a copy of it with train.init_from.") from error
+        raise ConfigError(f"{told}.\n{error}\n{way}") from error
     if weights_digest(beneath) != saved.digest:
-        raise ConfigError(f"{told}; {beneath} holds others. Name it, or a copy of it, with train.init_from.")
-    return {**places(beneath, dist), **own}
+        raise ConfigError(f"{told}; {beneath} holds others. {way}")
+    return replace(saved, path=str(beneath.absolute()))
 
 
 def base_of(state: Mapping[str, Any]) -> Base | None:
@@ -269,19 +278,17 @@ def check_kept(model: Model, job: Job, base: Base | None) -> None:
         raise ConfigError(
             "checkpoint.only: this run continues from checkpoints that hold all weights; start a new run."
         )
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    own = [name for name, _ in model.named_parameters()]
-    stages = job.dist.gather_stages((trained, own))
+    stages = job.dist.gather_stages([(name, one.requires_grad) for name, one in model.named_parameters()])
     patterns = Patterns("checkpoint.only", only)
-    chosen = {*patterns.take(name for _, names in stages for name in names)}
+    chosen = {*patterns.take(name for stage in stages for name, _ in stage)}
     patterns.check("is a parameter of this model")
-    if lost := sorted({name for names, _ in stages for name in names} - chosen):
+    if lost := sorted({name for stage in stages for name, trained in stage if trained} - chosen):
         raise ConfigError(
             f"checkpoint.only leaves out {lost[0]!r}{f' and {len(lost) - 1} more' if lost[1:] else ''}, which this run "
             "trains: it would be lost. Add a pattern for it, or freeze it."
         )
     beneath = places(Path(base.path), job.dist)
-    if lost := sorted({name for _, names in stages for name in names} - chosen - beneath.keys()):
+    if lost := sorted({name for stage in stages for name, _ in stage} - chosen - beneath.keys()):
         raise ConfigError(
             f"checkpoint.only leaves out {lost[0]!r}, and {base.path} does not hold it either. Add a pattern for it."
         )

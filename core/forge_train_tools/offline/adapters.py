@@ -10,7 +10,7 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
-from forge_train.loop.weights import base_of, compare_shapes, places
+from forge_train.loop.weights import Base, base_beneath, base_of, compare_shapes, places
 from forge_train_kit import hookspecs, model_files
 from forge_train_kit.format import format_lines
 from forge_train_kit.hf.ranges import Weights
@@ -18,32 +18,34 @@ from forge_train_kit.hf.start import exported, same_modules
 from forge_train_kit.state_map import Plan, Step
 
 from .hf_files import Exchanged, appearing, put_beside
-from .opening import compose_meta, lone_job, setup_of
+from .opening import Wanted, compose_meta, lone_job, setup_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def export_adapter(source: Path, target: Path) -> Exchanged:
+def export_adapter(source: Path, target: Path, *, settings: tuple[str, ...] = ()) -> Exchanged:
     """Write the adapter of a run (its newest whole checkpoint) or of a checkpoint as a folder of PEFT, with the
     tokenizer's files, whose chat template it was trained with.
 
     Args:
         source: a run or a checkpoint.
         target: a folder that does not exist yet or is empty.
+        settings: values to override, as `--set` takes them.
 
     Raises:
         ConfigError: for a run without an adapter, one that the layout can't express, or a target in use.
     """
     source = checkpoint.resolve(source)
     saved = checkpoint.read_state(source)
-    setup = setup_of(source, saved)
+    setup = setup_of(source, saved, wanted=Wanted(set=settings, data=False))
     job = lone_job(setup, source, "cpu")
     model = compose_meta(job, text=False)
     weights = model.state_dict()
     layout = exported(job)
     if layout is None:
         raise ConfigError(f"{source}: none of its plugins knows the Hugging Face names of its model (export_hf).")
-    where = places(source, job.dist, setup.config.train.init_from)
+    base = base_beneath(source, job.dist, setup.config.train.init_from)
+    where = places(source, job.dist, base)
     compare_shapes(source, weights, job.dist, where)
     stored = Weights({name: where[name] for name in weights})
     arguments = {"modules": same_modules(layout, stored.views), "job": job}
@@ -62,15 +64,15 @@ def export_adapter(source: Path, target: Path) -> Exchanged:
     plan = Plan(step.given)
     tensors = {name: plan.read(name, stored.read).contiguous() for name in plan.targets}
     with appearing(target) as part:
-        write_json(part / CONFIG, {"base_model_name_or_path": _folder_beneath(source), **adapter.config})
+        write_json(part / CONFIG, {"base_model_name_or_path": _folder_beneath(source, base), **adapter.config})
         save_file(tensors, part / TENSORS, metadata={"format": "pt"})
         put_beside(part, model_files.of(setup.config, setup.hooks, source))
     return Exchanged(target, sum(one.numel() for one in tensors.values()), (TENSORS,))
 
 
-def _folder_beneath(path: Path) -> str:
+def _folder_beneath(path: Path, base: Base | None) -> str:
     """The Hugging Face folder that the base of a checkpoint was imported from; None becomes null in JSON."""
-    state = checkpoint.read_state(path)
+    state = checkpoint.read_state(Path(base.path) if base else path)
     while base := base_of(state):
         state = checkpoint.read_state(Path(base.path))
     found: str = state.get("imported", {}).get("from", "")

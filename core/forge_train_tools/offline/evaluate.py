@@ -15,7 +15,8 @@ from forge_train.step.forward import Evaluations, Forward
 
 from ..launching.launch import WorkerCommand, launch
 from ..launching.world import here
-from .opening import ReadOnlyRun, Wanted, find, run_folder
+from .opening import Wanted, find, run_folder
+from .read_only import ReadOnlyRun
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from .hf_files import (
     put_beside,
     special_tokens,
 )
-from .opening import compose_meta, lone_job, setup_of
+from .opening import Wanted, compose_meta, lone_job, setup_of
 
 
 def export_checkpoint(
@@ -50,6 +50,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     nproc: int = 1,
+    settings: tuple[str, ...] = (),
 ) -> Exchanged:
     """Write the model of a run (its newest whole checkpoint) or of a checkpoint in Hugging Face layout.
 
@@ -59,20 +60,21 @@ def export_checkpoint(
         dtype: of the weights; by default, that in the checkpoint.
         shard_bytes: largest size of one file, in bytes.
         nproc: local processes that each write a share of the tensors, including this one.
+        settings: values to override, as `--set` takes them.
 
     Raises:
         ConfigError: for a model that the layout can't express, or a target in use.
         ForgeError: if the disk reports an error; with several processes, the message of the one that failed first.
     """
     source = checkpoint.resolve(source)
-    export = _Export.of(source, dtype, shard_bytes)
+    export = _Export.of(source, dtype, shard_bytes, settings)
     with appearing(target) as part:
         write_json(part / CONFIG, export.config)
         export.files.create(part)
         if nproc == 1:
             export.files.write(part, export.read)
         else:
-            _write_together(source, part, dtype, shard_bytes, nproc)
+            _write_together(source, part, dtype, shard_bytes, nproc, settings)
         put_beside(part, export.beside)
     notes: tuple[str, ...] = ()
     if not vocabulary_of(export.beside):
@@ -95,8 +97,9 @@ class _Export:
     """Weights that have no place in the layout."""
 
     @classmethod
-    def of(cls, source: Path, dtype: torch.dtype | None, shard_bytes: int) -> _Export:
-        setup = setup_of(source, checkpoint.read_state(source))
+    def of(cls, source: Path, dtype: torch.dtype | None, shard_bytes: int, settings: Sequence[str]) -> _Export:
+        wanted = Wanted(set=tuple(settings), data=False)
+        setup = setup_of(source, checkpoint.read_state(source), wanted=wanted)
         beside = model_files.of(setup.config, setup.hooks, source)
         job = lone_job(setup, source, "cpu")
         model = compose_meta(job, text=False)
@@ -119,12 +122,15 @@ class _Export:
         return cls(config, files, lambda name: plan.read(name, stored.read), beside, parameters, left_out)
 
 
-def _write_together(source: Path, part: Path, dtype: torch.dtype | None, shard_bytes: int, nproc: int) -> None:
+def _write_together(
+    source: Path, part: Path, dtype: torch.dtype | None, shard_bytes: int, nproc: int, settings: Sequence[str]
+) -> None:
     arguments = {
         "source": str(source.absolute()),
         "part": str(part.absolute()),
         "dtype": str(dtype).removeprefix("torch.") if dtype else "",
         "shard_bytes": shard_bytes,
+        "settings": [*settings],
     }
     with tempfile.TemporaryDirectory(prefix="forge-export-") as name:
         folder = Path(name)
@@ -132,10 +138,10 @@ def _write_together(source: Path, part: Path, dtype: torch.dtype | None, shard_b
         launch(command, nproc).check()
 
 
-def export_share(source: str, part: str, dtype: str, shard_bytes: int) -> dict[str, Any]:
+def export_share(source: str, part: str, dtype: str, shard_bytes: int, settings: list[str]) -> dict[str, Any]:
     """The work of each process of an export."""
     here = World.here()
-    export = _Export.of(Path(source), getattr(torch, dtype) if dtype else None, shard_bytes)
+    export = _Export.of(Path(source), getattr(torch, dtype) if dtype else None, shard_bytes, settings)
     try:
         export.files.write(Path(part), export.read, rank=here.rank, world=here.size)
     except OSError as error:

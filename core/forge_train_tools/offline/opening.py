@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from forge_train.base.errors import ConfigError, ForgeError, brief
+from forge_train.base.errors import ConfigError, brief
 from forge_train.base.names import canonical
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.compose import compose
@@ -27,13 +27,13 @@ from forge_train.plugin.job import Job
 from forge_train.registry.declared import installed, spec_modules
 from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup
-from forge_train.run.run import Run
 from forge_train_kit.hf.folder import is_hugging_face
 from forge_train_kit.hookspecs import initial_weights
 
 from ..configuration.request import Request, added_axes, lay
 from ..configuration.setup import resolve
 from .hf_request import starting_from
+from .read_only import ReadOnlyRun
 
 
 @dataclass(frozen=True)
@@ -50,29 +50,14 @@ class Opened:
     """Folders of PEFT that were added to the weights."""
 
 
-class ReadOnlyRun(Run):
-    """The folder of a run that is opened read-only."""
-
-    def artifact(self, name: str) -> NoReturn:
-        self._refuse(f"artifacts/{name}")
-
-    def open(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("its description")
-
-    def event(self, name: str, step: int, **fields: Any) -> NoReturn:
-        self._refuse("events.jsonl")
-
-    def metrics(self, line: Mapping[str, Any]) -> NoReturn:
-        self._refuse("metrics.jsonl")
-
-    def end(self, outcome: Mapping[str, Any]) -> NoReturn:
-        self._refuse("outcome.json")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ForgeError(f"{self.dir} is open read-only; {what} can't be written.")
-
-
-def open_model(path: Path, *, device: Device | None = None, text: bool = True, plugins: tuple[str, ...] = ()) -> Opened:
+def open_model(
+    path: Path,
+    *,
+    device: Device | None = None,
+    text: bool = True,
+    plugins: tuple[str, ...] = (),
+    settings: tuple[str, ...] = (),
+) -> Opened:
     """The model of a run (its newest whole checkpoint), of a checkpoint or of a Hugging Face folder, with its weights,
     on this process alone.
 
@@ -83,11 +68,12 @@ def open_model(path: Path, *, device: Device | None = None, text: bool = True, p
         device: the device to use; by default the one it was trained on, or else one of this machine.
         text: whether the tokenizer is needed. Weights alone can be opened even if the tokenizer is gone.
         plugins: to enable with the model of a folder, such as an attention kernel that it needs.
+        settings: values to override, as `--set` takes them.
 
     Raises:
         ConfigError: for a path that is none of these, a plugin that is not installed, or a checkpoint of another model.
     """
-    source = find(path, plugins=plugins)
+    source = find(path, wanted=Wanted(set=settings, data=False), plugins=plugins)
     job = lone_job(source.setup, source.path, device)
     model = compose_meta(job, text=text)
     for part in model.parts:
@@ -145,7 +131,8 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: t
         ConfigError: for a path that is none of these, for plugins in addition to a checkpoint's, and as in `setup_of`.
     """
     if is_hugging_face(path):
-        more, opened = wanted or Wanted(), wanted is None
+        more = wanted or Wanted()
+        opened = wanted is None or not wanted.data
         request = starting_from(Request(model_from=str(path), plugins=(*more.plugins, *plugins), set=more.set))
         return Source(path, resolve(request, world=world, data=not opened, opened=opened, measured=False), None)
     path = checkpoint.resolve(path)

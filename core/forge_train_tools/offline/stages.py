@@ -15,7 +15,7 @@ from forge_train_kit import hookspecs
 
 from ..hookspecs import data_stages
 from ..planning.imagined import imagined
-from .opening import ReadOnlyRun
+from .read_only import ReadOnlyRun
 
 STAGES = ("source", "decode", "render", "tokenise", "filter", "map", "pack", "order", "batch")
 
