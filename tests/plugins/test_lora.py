@@ -105,6 +105,19 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     assert tuned(tmp_path, base, name="run").finished.step == 3
 
 
+def test_a_model_without_the_updates_says_how_to_merge_them(base: Path, tmp_path: Path) -> None:
+    path = tuned(tmp_path, base, name="run").run
+    merge = (
+        r"lora_A: .* absent in this model\n(.*\n)+Merge what its run added into a model first: forge checkpoint export"
+    )
+    with pytest.raises(ConfigError, match=merge):
+        run_forge(config={"train.init_from": str(path)}, folder=tmp_path, name="plain")
+    with pytest.raises(ConfigError) as raised:
+        run_forge(config={"train.init_from": str(path), "decoder.layers": 3}, folder=tmp_path, name="other")
+    assert "holds another model" in str(raised.value)
+    assert "Merge" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
