@@ -12,22 +12,39 @@ import torch
 
 import chat_model
 from forge_train import ConfigError
+from forge_train.engine import train
 from forge_train_cli.app import run
 from forge_train_tools import open_model
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore")]
 
 IDS = list(range(3, 20))
+SHORT = (
+    *("train.steps=1", "train.global_batch=2", "train.sequence=16", "train.evaluate_every=0", "run.device=cpu"),
+    *("adamw.lr=1e-30", "adamw.weight_decay=0"),
+)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base, the same as a checkpoint, and three adapters of it, one with magnitudes and patterns."""
+    """A folder with a base, the same as a checkpoint and as a run, a run of updates, and three adapters of the base."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("adapters")
     chat_model.write_model(folder / "base")
     import_checkpoint(folder / "base", folder / "checkpoint")
+    for name, plugins in (("run", ()), ("updates", ("lora",))):
+        (folder / "text.txt").write_text("say one two three\n" * 200, encoding="utf-8")
+        request = Request(
+            config=str(folder / "checkpoint" / "config.toml"),
+            plugins=plugins,
+            without=("console", "tensorboard"),
+            set=(*SHORT, f"text.path={folder / 'text.txt'}", f"run.name={name}"),
+        )
+        train(resolve(request), run_dir=folder)
     stretched = {"use_dora": True, "rank_pattern": {"q_proj": 1}, "alpha_pattern": {r"layers\.0\..*": 2}}
     adapters: tuple[tuple[str, Any, dict[str, Any]], ...] = (
         ("a", "all-linear", {}),
@@ -71,7 +88,7 @@ def by_peft(models: Path, factors: dict[str, float]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("base", ["base", "checkpoint"])
+@pytest.mark.parametrize("base", ["base", "checkpoint", "run"])
 @pytest.mark.parametrize("factors", [{"a": 1.0}, {"a": 0.5, "b": -2.0}, {"a": 0.5, "c": 0.7}])
 def test_logits_are_those_of_peft(models: Path, base: str, factors: dict[str, float]) -> None:
     adapters = {str(models / name): factor for name, factor in factors.items()}
@@ -126,6 +143,15 @@ def test_bad_input_is_one_sentence(
     more = [word for one in given for word in ("--adapter", one)]
     assert run(["generate", "base", "--tokens", "1", *more]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_run_of_updates_is_merged_first(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--adapter .*: the model of .* has updates of its own \(lora\)\. Merge them"
+    ):
+        open_model(models / "updates", adapters={str(models / "a"): 1.0})
+    export_checkpoint(models / "updates", tmp_path / "merged")
+    assert open_model(tmp_path / "merged", adapters={str(models / "a"): 1.0}).logits(IDS).isfinite().all()
 
 
 def test_an_adapter_of_another_model_is_refused(models: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from forge_train.loop.assembly import load_initial
 from forge_train.mesh.layout import Device
 from forge_train.registry.setup import Setup
 from forge_train.store.shards import Box
+from forge_train_kit.facts import ADDS
 from forge_train_kit.hf.folder import is_hugging_face
 from forge_train_kit.hf.start import merged
 from forge_train_kit.hookspecs import initial_weights
@@ -27,6 +28,9 @@ from ..sources import as_assignments, continuing
 from .hf_request import starting_from
 from .opening import Opened, Wanted, lone_job, setup_of
 
+_ITS_START = ("train.init_missing", "train.init_unexpected", "train.init_map", "checkpoint.only")
+"""Values of a run that say what weights it began with."""
+
 
 def add_adapters(opened: Opened, adapters: Mapping[str, float], plugins: tuple[str, ...] = ()) -> None:
     """Add each adapter's change of the weights, times a factor, as `forge checkpoint export` merges it; in fp32.
@@ -37,8 +41,14 @@ def add_adapters(opened: Opened, adapters: Mapping[str, float], plugins: tuple[s
         plugins: those that the base was opened with.
 
     Raises:
-        ConfigError: for what is no such folder, and for an adapter of another model.
+        ConfigError: for what is no such folder, an adapter of another model, and a base with updates of its own.
     """
+    own = [name for name, one in opened.job.hooks.enabled.items() if ADDS.of(one.cls)]
+    if adapters and own:
+        raise ConfigError(
+            f"--adapter {next(iter(adapters))}: the model of {opened.path} has updates of its own ({', '.join(own)}). "
+            f"Merge them first, and name that folder: forge checkpoint export {opened.path} NEW"
+        )
     weights = opened.model.state_dict()
     total: dict[str, Tensor] = {}
     for folder, factor in adapters.items():
@@ -77,4 +87,5 @@ def _setup(path: Path, folder: str, plugins: tuple[str, ...]) -> Setup:
         request = starting_from(continuing(asked, folder))
         return resolve(request, data=False, opened=True, measured=False)
     more = continuing(Request(set=tuple(as_assignments({"train.init_from": path.absolute()}))), folder)
-    return setup_of(path, checkpoint.read_state(path), wanted=Wanted(more.plugins, more.set, data=False))
+    wanted = Wanted(more.plugins, more.set, data=False, left_out=_ITS_START)
+    return setup_of(path, checkpoint.read_state(path), wanted=wanted)

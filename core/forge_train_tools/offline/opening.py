@@ -91,6 +91,8 @@ class Wanted:
     set: tuple[str, ...] = ()
     data: bool = True
     """False leaves data unopened."""
+    left_out: tuple[str, ...] = ()
+    """Keys to leave out of the configuration."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def setup_of(
         plugins=asked_for.plugins,
         without=tuple(sorted(named - kept - already - needed - more)),
         set=asked_for.set,
-        left_out=tuple(".".join(key) for key in gone),
+        left_out=(*(".".join(key) for key in gone), *asked_for.left_out),
         sections={"parallel": {**dict.fromkeys(added_axes(tree), 1), **Layout(dp_shard=-1 if world > 1 else 1).axes()}},
         sections_from="the processes of this command",
         foreign=str(run_folder(path)),
