@@ -25,6 +25,8 @@ def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
     """It begins with the stored factors, and is written again as it was."""
     first = trained(tmp_path / "one", "lora.rank=4", "lora.alpha=6.0", "lora.modules=['*.q', '*.down', 'embedding']")
     export_adapter(first, tmp_path / "adapter")
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "adapter").iterdir()}
+    assert len(modes) == 1  # whoever may read one file may read the other
     folder = f"lora.adapter={tmp_path / 'adapter'}"
     second = trained(tmp_path / "two", folder, "train.steps=1", "adamw.lr=1e-30", "adamw.weight_decay=0")
     export_adapter(second, tmp_path / "again")
@@ -62,6 +64,17 @@ def test_files_that_are_cut_off_are_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=r"lora\.adapter: .*adapter_model\.safetensors is no whole file: .*"):
         started(tmp_path / "hf", f"lora.adapter={tmp_path / 'adapter'}")
+
+
+def test_an_adapter_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
+    export_adapter(trained(tmp_path / "one"), tmp_path / "adapter")
+    second = trained(tmp_path / "two", f"lora.adapter={tmp_path / 'adapter'}")
+    (tmp_path / "adapter").rename(tmp_path / "moved")
+    with pytest.raises(
+        ConfigError, match=r"step-00000003 can't be opened:\nlora\.adapter: there is no .*adapter_config"
+    ):
+        open_model(second, text=False)
+    open_model(second, text=False, settings=(f"lora.adapter={tmp_path / 'moved'}",))
 
 
 def test_ranks_and_alphas_by_pattern_of_peft_are_continued(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
@@ -65,7 +65,7 @@ def export_adapter(source: Path, target: Path, *, settings: tuple[str, ...] = ()
     tensors = {name: plan.read(name, stored.read).contiguous() for name in plan.targets}
     with appearing(target) as part:
         write_json(part / CONFIG, {"base_model_name_or_path": _folder_beneath(source, base), **adapter.config})
-        save_file(tensors, part / TENSORS, metadata={"format": "pt"})
+        (part / TENSORS).write_bytes(save(tensors, {"format": "pt"}))  # save_file of safetensors 0.8 ignores the umask
         put_beside(part, model_files.of(setup.config, setup.hooks, source))
     return Exchanged(target, sum(one.numel() for one in tensors.values()), (TENSORS,))
 

@@ -186,7 +186,7 @@ def setup_of(
         training = wanted is not None and wanted.data
         setup = resolve(request, world=world, training=training, opened=not training, measured=measured)
     except ConfigError as error:
-        why = "can't be opened with the plugins that are installed now"
+        why = "can't be opened" if error.where.key else "can't be opened with the plugins that are installed now"
         if error.where.key.startswith("parallel."):
             why = f"can't be opened on {world} process{'es' * (world > 1)}"
         raise ConfigError(f"{path} {why}:\n{error}") from error
