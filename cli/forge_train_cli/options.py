@@ -92,7 +92,7 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
                 set=assignments,
                 environment=os.environ.get("FORGE_SET", ""),
             )
-            request = continuing(request, adapter) if adapter else request
+            request = continuing(request, adapter, source or config or "") if adapter else request
             return function(*args, request=hugging_face(request, RUN_DIR) if default else request, **options)
 
         return _CONFIG(plugin_options(set_option(_FROM(_ADAPTER(command)))))  # type: ignore[return-value]  # click gives what it is given

@@ -127,14 +127,21 @@ def fetch(resume: str, folder: Path) -> str:
     return str(target)
 
 
-def continuing(request: Request, folder: str) -> Request:
-    """The request, with the plugin that continues the adapter in a folder of PEFT.
+def continuing(request: Request, folder: str, model: str | Path) -> Request:
+    """The request, with the plugin that continues the adapter in a folder of PEFT; warns if it was trained on another.
+
+    Args:
+        request: to which it is added.
+        folder: of the adapter.
+        model: what the request names as its model.
 
     Raises:
         ConfigError: for what is no such folder, and for a kind of adapter that no plugin continues.
     """
     from forge_train.registry.discovery import discover
     from forge_train_kit.facts import ADAPTERS
+
+    from .offline.adapter_base import warn_of_another_base
 
     file = Path(folder) / "adapter_config.json"
     try:
@@ -148,6 +155,7 @@ def continuing(request: Request, folder: str) -> Request:
     plugin = next((one.name for one in discover() if kind in ADAPTERS.read(one)), None)
     if plugin is None:
         raise ConfigError(f"--adapter {folder}: no installed plugin continues an adapter of the kind {kind!r}.")
+    warn_of_another_base(folder, Path(model))
     values = {f"{plugin}.adapter": Path(folder).absolute()}
     return dataclasses.replace(request, plugins=(*request.plugins, plugin), set=(*as_assignments(values), *request.set))
 

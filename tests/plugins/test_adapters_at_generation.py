@@ -145,6 +145,26 @@ def test_bad_input_is_one_sentence(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["generate", "train"])
+@pytest.mark.parametrize(("base", "warns"), [("other", True), ("base", False), ("checkpoint", False), ("run", False)])
+def test_an_adapter_of_another_base_is_told(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    base: str,
+    warns: bool,
+    command: str,
+) -> None:
+    """Of the same shapes, so that nothing else would show it."""
+    monkeypatch.chdir(models)
+    if not Path("other").is_dir():
+        shutil.copytree("base", "other")
+    more = {"generate": [base, "--prompt", "a", "--tokens", "1"], "train": ["--from", base, "-s", "train.step=1"]}
+    assert run([command, *more[command], "--adapter", "a"]) == {"generate": 0, "train": 2}[command]
+    said = f"Warning: --adapter a: its adapter_config.json names the base {models / 'base'}, and this model is that of"
+    assert (said in capfd.readouterr().err) == warns
+
+
 def test_a_run_of_updates_is_merged_first(models: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--adapter .*: the model of .* has updates of its own \(lora\)\. Merge them"

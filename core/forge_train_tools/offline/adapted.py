@@ -84,8 +84,9 @@ def _setup(path: Path, folder: str, plugins: tuple[str, ...]) -> Setup:
     """The base with the plugin that reads the adapter."""
     if is_hugging_face(path):
         asked = Request(model_from=str(path), plugins=plugins, set=("checkpoint.only=[]",))  # nothing is saved
-        request = starting_from(continuing(asked, folder))
+        request = starting_from(continuing(asked, folder, path))
         return resolve(request, data=False, opened=True, measured=False)
-    more = continuing(Request(set=tuple(as_assignments({"train.init_from": path.absolute()}))), folder)
+    asked = Request(set=tuple(as_assignments({"train.init_from": path.absolute()})))
+    more = continuing(asked, folder, path)
     wanted = Wanted(more.plugins, more.set, data=False, left_out=_ITS_START)
     return setup_of(path, checkpoint.read_state(path), wanted=wanted)
