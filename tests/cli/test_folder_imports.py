@@ -151,6 +151,8 @@ def test_a_run_that_is_named_as_a_folder_is_told_how_to_start_from_it(forge: For
     for template in ("", "chatml"):
         words = ("-s", "train.init_from=runs/chat", "-s", f"text_pairs.template={template}")
         refused = forge("train", *pairs, *words, fails=2).err
+        assert f"To train that model further: forge train --from {folder / 'runs/chat'}" in refused
+        refused = forge("train", *pairs, *words, "-s", "dpo.loss=simpo", fails=2).err
         assert f"`forge train --from {folder / 'runs/chat'} …` takes the tokenizer of that model too" in refused
     said = forge("train", "--from", "runs/chat", *pairs, "--name", "aligned").out
     assert "forge generate runs/aligned --chat --prompt" in said

@@ -191,8 +191,7 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
         raise ConfigError(f"{path}: is of step {step}, and the run would end at step {job.steps} ({length}).")
     allowed = {canonical(name) for name in job.config.checkpoint.allow_changes}
     check_allowed(job, saved)
-    changes: list[str] = []
-    refused: list[str] = []
+    changes, refused = list[str](), list[str]()
 
     def note(key: str, text: str) -> None:
         names = {key, key.partition(".")[0]}

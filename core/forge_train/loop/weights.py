@@ -245,8 +245,9 @@ def compare_shapes(
     ]
     if lines:
         added = base_of(checkpoint.read_state(path)) and len(exceeding) - len(exceed) == len(lines)
-        way = f"\nMerge what its run added into a model first: forge checkpoint export {path} NEW" if added else ""
-        raise ConfigError(f"{path}: holds another model:\n  " + format_list(lines, 5, "\n  ") + way)
+        merge = f"Merge what its run added into a model first: forge checkpoint export {path} NEW"
+        way = merge if added else f"To train that model further: forge train --from {path}"
+        raise ConfigError(f"{path}: holds another model:\n  " + format_list(lines, 5, "\n  ") + f"\n{way}")
     may_lack.check(f"{path} lacks")
     may_exceed.check(f"{path} holds beside the model")
     files = {name: found[name] for name in weights if name in found}
