@@ -21,6 +21,7 @@ from forge_train_kit.metrics import Mean
 from forge_train_kit.model import Linear
 from forge_train_plugins.tasks._dpo import METRICS, AnswerPairs
 from forge_train_plugins.tasks.dpo import DPO
+from forge_train_tools import plan
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import RunForge, TinyRun
 from lora_models import logits
@@ -303,6 +304,11 @@ def test_a_run_that_begins_with_updates_is_not_its_own_reference(
         trained(run_forge, tmp_path, name="again", steps=1, plugins=["lora"], **again)
     trained(run_forge, tmp_path, name="r", steps=4, stop_at=2, plugins=["lora"], **more)
     assert trained(run_forge, tmp_path, name="r", steps=4, plugins=["lora"], **more).finished.step == 4  # resumed
+
+
+def test_a_plan_knows_a_model_that_is_its_own_reference(run_forge: RunForge, base: str, tmp_path: Path) -> None:
+    run = trained(run_forge, tmp_path, steps=1, plugins=["lora"], train__init_from=base)
+    assert plan(run.run / "config.toml").memory.activations
 
 
 def test_what_is_trained_beside_updates_needs_a_copy(run_forge: RunForge, base: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from forge_cli import forge
 from forge_train import ConfigError
 from forge_train.mesh.tensors import local
 from forge_train_kit.model import updated_already, without_updates
@@ -154,6 +155,32 @@ def test_adapters_beneath_stay_and_are_exported(tmp_path: Path, model: str) -> N
         torch.testing.assert_close(loaded(IDS).logits, found, rtol=0, atol=5e-6)
     trained_now = {name for name, one in opened.named_parameters() if one.requires_grad}
     assert not any(name.endswith("_beneath") for name in trained_now)
+
+
+def test_an_exported_adapter_may_have_more_rows_than_its_weight(tmp_path: Path) -> None:
+    """16 of its own, and 24 of one beneath, on 32 rows of `k`."""
+    write(tmp_path / "hf", "")
+    path = adapter(tmp_path, "a", "", r=24, target_modules=["k_proj"])
+    run = trained(tmp_path, f"lora.beneath=['{path}']", "lora.rank=16", "lora.modules=['*.k']")
+    export_adapter(run, tmp_path / "adapter")
+    _, model = started(tmp_path / "hf", f"lora.adapter={tmp_path / 'adapter'}")
+    opened = open_model(run, text=False).model
+    torch.testing.assert_close(logits(model, IDS), logits(opened, IDS), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("lora.start=pissa",), ("lora.start=pissa", "lora.base=nf4", "lora.base_block=16"), ("lora.beneath=['{a}']",)],
+)
+def test_a_plan_knows_their_memory(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    """Nothing that has no values is looked at, and nothing is computed of it."""
+    write(tmp_path / "hf", "")
+    path = adapter(tmp_path, "a", "", r=24, target_modules=["k_proj"])
+    words = ["train.steps=3", "checkpoint.only=[]", "run.device=cpu", *(one.replace("{a}", path) for one in settings)]
+    asked = [word for one in words for word in ("-s", one)]
+    planned = forge("plan", "--from", tmp_path / "hf", "-p", "lora,synthetic", *asked, "--json")
+    assert planned.code == 0, planned.err
+    assert planned.json["memory"]["activations"] > 0
 
 
 def test_a_new_run_on_an_adapter_is_its_own_reference(tmp_path: Path) -> None:

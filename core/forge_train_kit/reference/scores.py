@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_train import Batch, Job
 
-from ..model import row_log_probabilities, without_updates
+from ..model import is_imagined, row_log_probabilities, without_updates
 from .plugin import REFERENCE
 from .stored import TARGET
 
@@ -43,8 +43,8 @@ class AnswerScores:
         sums, tokens = self._scores(part, hidden, batch, gathered)
         reference = self._reference(part, batch, gathered)
         relative = sums if reference is None else sums - reference
-        if self.own_reference and not self.moved and relative.any():
-            self.moved = True
+        if self.own_reference and not self.moved and not is_imagined(relative):
+            self.moved = bool(relative.any())
         return sums, tokens.clamp(min=1), relative  # padding has no token
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:

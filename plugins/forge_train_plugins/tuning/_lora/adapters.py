@@ -219,7 +219,7 @@ class Adapters:
     def _adapt(self, target: Target, source: Source | None, under: Sequence[Source]) -> None:
         name, (rank, scale) = target.name, self.sizes.of(target.name)
         *_, rows, columns = target.weight.shape
-        if rank > min(rows, columns):
+        if rank > min(rows, columns) and source is None:  # several may lie side by side in a folder
             raise ConfigError(
                 f"lora.rank: {rank} is above a dimension of {name!r} ({columns} → {rows}). Set a lower rank, or one "
                 "for it alone in lora.groups.",

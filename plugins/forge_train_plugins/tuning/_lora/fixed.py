@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forge_train.mesh.tensors import local
 from forge_train_kit.model.block_codes import BlockTensor
+from forge_train_kit.model.spans import is_imagined
 
 from .targets import Target
 
@@ -67,7 +68,7 @@ def begin(target: Target, rank: int, scale: float) -> None:
     module = target.module
     a, b = (module._parameters[name] for name in target.factors)
     first = [module._parameters[f"{name}_{START}"] for name in target.factors]
-    if target.weight.is_meta or _whole(first[0]).any():
+    if is_imagined(local(first[0])) or _whole(first[0]).any():
         return
     u, s, v = torch.linalg.svd(_whole(target.weight).float(), full_matrices=False)
     roots = (s[:rank] / scale).sqrt()
