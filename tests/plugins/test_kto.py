@@ -60,10 +60,20 @@ def case() -> tuple[nn.ModuleDict, Tensor, Batch]:
 
 @pytest.mark.parametrize("chunk", [0, 6, 1000])
 @pytest.mark.parametrize(("beta", "good", "bad"), [(0.1, 1.0, 1.0), (0.4, 1.3, 0.7)])
-def test_losses_gradients_and_metrics_are_those_of_the_paper(beta: float, good: float, bad: float, chunk: int) -> None:
+@pytest.mark.parametrize(("per_token", "sft"), [(False, 0.0), (True, 0.0), (True, 0.3)])
+def test_losses_gradients_and_metrics_are_those_of_the_paper(
+    beta: float, good: float, bad: float, chunk: int, per_token: bool, sft: float
+) -> None:
     part, hidden, batch = case()
     job: Any = SimpleNamespace(models={"reference": Reference()}, dist=SimpleNamespace(layout=SimpleNamespace(cp=1)))
-    config = KTO.Config(beta=beta, desirable_weight=good, undesirable_weight=bad, chunk=chunk)
+    config = KTO.Config(
+        beta=beta,
+        desirable_weight=good,
+        undesirable_weight=bad,
+        chunk=chunk,
+        length_normalised=per_token,
+        sft_weight=sft,
+    )
     metrics = make_metrics()
     task = JudgedAnswers(job, config, lambda: metrics)
     loss = task.loss(part, hidden, batch)
@@ -71,7 +81,10 @@ def test_losses_gradients_and_metrics_are_those_of_the_paper(beta: float, good: 
     mine, reference = answers(part["head"], hidden, batch.labels), Reference()
     theirs = answers(reference.parts[0]["head"], reference(batch.inputs), batch.labels)
     ratios = [one - other.detach() for (one, _), (other, _) in zip(mine, theirs, strict=True)]
+    if per_token:
+        ratios = [ratio / length for ratio, length in zip(ratios, LENGTHS, strict=True)]
     expected = kto(ratios, LABELS, 0.8, beta, good, bad)
+    expected = expected - sft * sum(mine[at][0] / LENGTHS[at] for at in range(6) if LABELS[at] == 1)
     wanted = torch.autograd.grad(expected, [hidden, *part.parameters()])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for one, other in zip(found, wanted, strict=True):
@@ -174,20 +187,21 @@ def base(run_forge: RunForge, tmp_path: Path) -> str:
     return str(run_forge([], shape, steps=2, folder=tmp_path / "base").run)
 
 
-def ratios(model: Any, reference: Any, batch: Batch) -> list[Tensor]:
-    """Log-probability of each row's answer, less the reference's, in fp64."""
+def ratios(model: Any, reference: Any, batch: Batch, per_token: bool) -> list[Tensor]:
+    """Log-probability of each row's answer, or of a token of it, less the reference's, in fp64."""
     found = []
     for one in (model, reference):
         hidden = one(batch.inputs, **batch.model_inputs())
-        found.append([sum_ for sum_, _ in answers(one.head, hidden, batch.labels)])
+        found.append([sum_ / (len_ if per_token else 1) for sum_, len_ in answers(one.head, hidden, batch.labels)])
     return [mine - other.detach() for mine, other in zip(*found, strict=True)]
 
 
-def test_a_step_of_a_run_is_that_of_the_paper(run_forge: RunForge, base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_step_of_a_run_is_that_of_the_paper(run_forge: RunForge, base: str, tmp_path: Path, per_token: bool) -> None:
     """The third step, by then away from the reference: z0, loss and gradients in fp64, from all rows at once."""
     more = {"train__init_from": base, "adamw__lr": 3e-3, "plugins": [Gradients], "kto__beta": 0.3}
     weighed = {"kto__desirable_weight": 0.7, "kto__undesirable_weight": 1.2, "train__clip_norm": 0}
-    run = trained(run_forge, tmp_path, steps=3, **more, **weighed)
+    run = trained(run_forge, tmp_path, steps=3, **more, **weighed, kto__length_normalised=per_token)
     seen = Gradients.seen
     reference = copy.deepcopy(open_model(Path(base), text=False).model.parts[0]).double()
     model = copy.deepcopy(reference).requires_grad_(True)
@@ -197,14 +211,15 @@ def test_a_step_of_a_run_is_that_of_the_paper(run_forge: RunForge, base: str, tm
     for (own, _), used in zip(views, seen["batches"], strict=True):
         assert own.inputs.equal(used.inputs)
     with torch.no_grad():
-        mismatched = [ratio for _, other in views for ratio in ratios(model, reference, other)]
+        mismatched = [ratio for _, other in views for ratio in ratios(model, reference, other, per_token)]
     point = max(0.0, float(torch.stack(mismatched).mean()))
-    assert point > 0.1
+    assert point > (0.002 if per_token else 0.1)
     for used in seen["batches"]:
         assert float(used.targets[POINT]) == pytest.approx(point, rel=1e-5)
     assert run.metrics[-1]["kto.kl"] == pytest.approx(point, rel=1e-5)
     losses = [
-        kto(ratios(model, reference, own), own.targets[DESIRABLE].tolist(), point, 0.3, 0.7, 1.2) for own, _ in views
+        kto(ratios(model, reference, own, per_token), own.targets[DESIRABLE].tolist(), point, 0.3, 0.7, 1.2)
+        for own, _ in views
     ]
     loss = torch.stack(losses).sum() / 8
     loss.backward()

@@ -34,7 +34,7 @@ class JudgedAnswers(AnswerScores):
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         config, point = self.config, batch.targets[POINT]
         chosen, rejected = ((batch.targets[DESIRABLE] == one).float() for one in (1, 0))
-        _, _, ratio = self.compared(part, hidden, batch)
+        sums, tokens, ratio = self.ratios(part, hidden, batch)
         if (metrics := self.observed()) is not None:
             rewards = config.beta * ratio.detach()
             metrics["chosen_reward"].update(rewards, weights=chosen)
@@ -43,7 +43,17 @@ class JudgedAnswers(AnswerScores):
             metrics["kl"].update(point, weights=(chosen + rejected).sum())
         gain = config.beta * (ratio - point) * (chosen - rejected)
         weights = config.desirable_weight * chosen + config.undesirable_weight * rejected
-        return (weights * torch.sigmoid(-gain)).sum()  # σ(−x) = 1 − σ(x), without its rounding
+        each = weights * torch.sigmoid(-gain)  # σ(−x) = 1 − σ(x), without its rounding
+        if config.sft_weight:
+            each = each - config.sft_weight * chosen * sums / tokens
+        return each.sum()
+
+    def ratios(
+        self, part: nn.Module, hidden: Tensor, batch: Batch, *, gathered: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same as `compared`; the last one is per token, if the section says so."""
+        sums, tokens, ratio = self.compared(part, hidden, batch, gathered=gathered)
+        return sums, tokens, ratio / tokens if self.config.length_normalised else ratio
 
 
 @dataclass
@@ -56,7 +66,7 @@ class _Divergence:
         return self.scores.weight(batch)
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        _, _, ratio = self.scores.compared(part, hidden, batch, gathered=True)
+        ratio = self.scores.ratios(part, hidden, batch, gathered=True)[2]
         return (ratio * (batch.targets[DESIRABLE] >= 0)).sum()
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:

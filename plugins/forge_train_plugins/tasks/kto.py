@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from forge_train import Batch, Gt, Preparation, PrepareStep, Problem, Task, hookimpl, section
+from forge_train import Batch, Ge, Gt, Preparation, PrepareStep, Problem, Task, hookimpl, section
 from forge_train_kit.reference.plugin import ReferencePlugin, ReferenceSection
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class KTO(ReferencePlugin):
     class Config(ReferenceSection):
         beta: Annotated[float, Gt(0)] = 0.1
         """Scale of the rewards: larger keeps the model nearer to its reference."""
+        length_normalised: bool = False
+        """Divide the log-probabilities of an answer, the model's and the reference's, by its number of tokens."""
+        sft_weight: Annotated[float, Ge(0)] = 0.0
+        """Weight of a desirable answer's mean negative log-probability per token in the loss, as in `dpo`."""
         desirable_weight: Annotated[float, Gt(0)] = 1.0
         """Weight λ_D of a desirable answer."""
         undesirable_weight: Annotated[float, Gt(0)] = 1.0
