@@ -9,6 +9,9 @@ import pytest
 
 import compositions
 from crossed import marked
+from forge_train.engine import train
+from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.offline.adapters import export_adapter
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -48,5 +51,32 @@ def test_a_decoder_agrees_with_one_process(layout: str, verify: Verifier, compos
     model = {key: value for key, value in settings.items() if key.startswith("moe.")}
     request = compositions._request(composition_file, ("moe", *plugins, "lora"), SETTINGS | settings)
     alone = compositions._request(composition_file, ("moe", "lora"), {**SETTINGS, **model, "train.micro_batch": 4})
+    verdict = verify(request, world, steps=2, reference=alone)
+    assert verdict.agree, verdict
+
+
+@pytest.fixture(scope="module")
+def adapter(composition_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Updates of attention and of experts, after a step."""
+    folder = tmp_path_factory.mktemp("adapter")
+    more = {"train.steps": 1, "adamw.lr": 0.1, "run.device": "cpu", "train.evaluate_every": 0, **ON}
+    request = compositions._request(composition_file, ("moe", "lora"), SETTINGS | more)
+    export_adapter(train(resolve(request), run_dir=folder / "runs").run, folder / "adapter")
+    return folder / "adapter"
+
+
+ON: dict[str, Any] = {"moe.shared": 0, "lora.modules": ["*.experts.*", "*.attention.*"]}
+"""A model that a folder of PEFT can name."""
+BENEATH = {name: LAYOUTS[name] for name in ("fsdp2×2", "tp2, all experts on each rank", "etp2", "ep2×tp2", "pp2")}
+
+
+@pytest.mark.parametrize("layout", marked(BENEATH, ("fsdp2×2", "ep2×tp2", "pp2")))
+def test_so_does_one_with_an_adapter_beneath(
+    layout: str, verify: Verifier, composition_file: Path, adapter: Path
+) -> None:
+    world, plugins, settings = BENEATH[layout]
+    own = {**SETTINGS, **ON, "lora.beneath": [str(adapter)]}
+    request = compositions._request(composition_file, ("moe", *plugins, "lora"), own | settings)
+    alone = compositions._request(composition_file, ("moe", "lora"), {**own, "train.micro_batch": 4})
     verdict = verify(request, world, steps=2, reference=alone)
     assert verdict.agree, verdict
