@@ -170,3 +170,16 @@ def test_experts_whose_matrices_are_transposed_are_refused() -> None:
     part.experts.is_transposed = True
     with pytest.raises(ConfigError, match=r"lora\.modules: 'experts\.gate' holds the matrix of each expert transposed"):
         Adapters(LoRA.Config(rank=2, modules=("*",)), job).apply(part)
+
+
+@pytest.mark.parametrize("form", [(), ("lora.base=nf4", "lora.base_block=16")])
+def test_experts_learn_in_bf16_too(tmp_path: Path, form: tuple[str, ...]) -> None:
+    """Modules read narrow copies of their weights there: each update must still find its own."""
+    grads = []
+    for precision in ("fp32", "bf16"):
+        settings = ("lora.rank=4", "lora.modules=['*.experts.*']", "train.steps=1", "adamw.lr=1e-30", *form)
+        run = trained(tmp_path / precision, *settings, f"train.precision={precision}", model="mixtral")
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        grads.append(json.loads(lines[0])["grad_norm"])
+    assert grads[0] > 0.01
+    assert grads[1] == pytest.approx(grads[0], rel=2e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,28 @@ def test_a_plan_knows_their_memory(tmp_path: Path, settings: tuple[str, ...]) ->
     planned = forge("plan", "--from", tmp_path / "hf", "-p", "lora,synthetic", *asked, "--json")
     assert planned.code == 0, planned.err
     assert planned.json["memory"]["activations"] > 0
+
+
+@pytest.mark.parametrize("model", ["", "qwen3_moe"])
+def test_steps_in_bf16_are_near_those_in_fp32(tmp_path: Path, model: str) -> None:
+    """Modules read narrow copies of their parameters there."""
+    (tmp_path / "first").mkdir()
+    write(tmp_path / "hf", model)
+    named = ["q_proj"] if model else ["q_proj", "embed_tokens"]
+    experts = ["mlp.experts.gate_up_proj"] if model else None
+    path = adapter(tmp_path, "a", model, r=3, target_modules=named, target_parameters=experts)
+    modules = "['*.q', '*.experts.*']" if model else "['*.q', 'embedding']"
+    cases = [(f"lora.beneath=['{path}']", f"lora.modules={modules}"), ("lora.start=pissa", "lora.modules=['*.q']")]
+    for number, case in enumerate(cases):
+        both = []
+        for precision in ("fp32", "bf16"):
+            folder = tmp_path / f"{number}{precision}"
+            slow = ("adamw.lr=1e-3", "log.every=1")
+            run = trained(folder, *case, *slow, f"train.precision={precision}", model=model)
+            lines = (run / "metrics.jsonl").read_text().splitlines()
+            both.append([json.loads(line)["loss"] for line in lines])
+        assert both[0] == pytest.approx(both[1], rel=1e-2)
+        assert len(both[0]) == 3
 
 
 def test_a_new_run_on_an_adapter_is_its_own_reference(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Adapted(nn.Module):
 
     def updates_are_zero(self) -> bool:
         """Return True if a factor of each update is zero, and magnitudes are lengths of rows."""
-        held = {name: local(self.get_parameter(name)) for name in self.lora_initial}
+        held = {name: local(one) for name, one in self._parameters.items() if name in self.lora_initial}
         if MAGNITUDE in held and held[MAGNITUDE].any():
             return False
         for a, b in ((name, f"{name[:-1]}B") for name in held if name.endswith("A")):
@@ -49,11 +49,10 @@ class Adapted(nn.Module):
                 return False
         return True
 
-    def fixed(self, key: str = WEIGHT) -> list[tuple[Tensor, Tensor, float]]:
-        """Factors and scale of each fixed update of a weight that is on."""
+    def fixed(self, key: str = WEIGHT) -> list[tuple[str, str, float]]:
+        """Names of both factors of each fixed update of a weight that is on, and its scale."""
         named = self.lora_fixed.get(key, ())
-        on = [one for one in named if self.updates_on or not one[0].endswith(START)]
-        return [(local(self.get_parameter(a)), local(self.get_parameter(b)), scale) for a, b, scale in on]
+        return [one for one in named if self.updates_on or not one[0].endswith(START)]
 
     def initial(self, name: str) -> Init | None:
         if name in self.lora_initial:
@@ -72,7 +71,7 @@ class LowRank(Adapted):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = super().forward(x)
         for a, b, scale in self.fixed():
-            out = out + F.linear(F.linear(x, a) * scale, b)
+            out = out + F.linear(F.linear(x, local(getattr(self, a))) * scale, local(getattr(self, b)))
         if not self.updates_on:
             return out
         taken = x if self.lora_dropout is None else self.lora_dropout(x)
@@ -128,11 +127,12 @@ class LowRankTable(Adapted):
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = super().forward(ids)
-        own = (local(self.lora_embedding_A), local(self.lora_embedding_B), self.lora_scales[WEIGHT])
+        own = ("lora_embedding_A", "lora_embedding_B", self.lora_scales[WEIGHT])
         for a, b, scale in (*self.fixed(), *([own] if self.updates_on else [])):
             # The module's own look-up, with its padding, its scale and its share of the rows.
-            found: Tensor = super(LowRankTable, _standing_in(self, {WEIGHT: a.t()})).forward(ids)
-            out = out + F.linear(found * scale, b)
+            narrow = _standing_in(self, {WEIGHT: local(getattr(self, a)).t()})
+            found: Tensor = super(LowRankTable, narrow).forward(ids)
+            out = out + F.linear(found * scale, local(getattr(self, b)))
         return out
 
 
@@ -145,7 +145,9 @@ class LowRankStacks(Adapted):
 
     def forward(self, *args: Any) -> Tensor:
         held = {name: local(one) for name, one in self._parameters.items()}
-        updates = {key: self.fixed(key) for key in self.lora_scales}
+        if self.lora_product is not None:  # which knows a weight by what the module reads: a narrow copy in bf16
+            held = {name: local(getattr(self, name)) for name in held}
+        updates = {key: [(held[a], held[b], scale) for a, b, scale in self.fixed(key)] for key in self.lora_scales}
         for key, scale in self.lora_scales.items() if self.updates_on else ():
             updates[key].append((held[f"{key}_lora_A"], held[f"{key}_lora_B"], scale))
         changed: dict[str, Any] = {}
