@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from forge_train import ConfigError
 from forge_train_plugins.experts._moe.experts import Experts
 from forge_train_plugins.tuning._lora.adapters import Adapters
+from forge_train_plugins.tuning._lora.layers import LowRankStacks
 from forge_train_plugins.tuning.lora import LoRA
 from forge_train_tools.offline.adapters import export_adapter
 from forge_train_tools.offline.huggingface import export_checkpoint
@@ -170,6 +171,13 @@ def test_experts_whose_matrices_are_transposed_are_refused() -> None:
     part.experts.is_transposed = True
     with pytest.raises(ConfigError, match=r"lora\.modules: 'experts\.gate' holds the matrix of each expert transposed"):
         Adapters(LoRA.Config(rank=2, modules=("*",)), job).apply(part)
+
+
+def test_stacks_whose_updates_have_no_effect_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where something replaces the weights that the product is given."""
+    monkeypatch.setattr(LowRankStacks, "_product", lambda self, updates: self.product)
+    with pytest.raises(ConfigError, match=r"the model computes layers\.0\.feed_forward\.routed\.experts\.ga.*effect"):
+        trained(tmp_path, "lora.rank=4", "lora.modules=['*.experts.*', '*.q']", model="mixtral")
 
 
 @pytest.mark.parametrize("form", [(), ("lora.base=nf4", "lora.base_block=16")])

@@ -25,7 +25,7 @@ from .base import encode
 from .expected import expect_matches, expect_places, expect_untied
 from .fixed import START, Fixed, begin, beneath
 from .folder import Folder
-from .layers import Adapted, LowRank, adapt
+from .layers import Adapted, LowRank, LowRankStacks, adapt
 from .sizes import Sizes, format_of
 from .sources import Source, sources
 from .targets import MAGNITUDE, Target, targets
@@ -130,8 +130,11 @@ class Adapters:
                     )
         if self.job.dist.main:
             self._warn_of_new_tokens(model)
-        linears = {name: one for name, one in modules if isinstance(one, LowRank)}
-        self._unchecked = {name: one._parameters["lora_B"] for name, one in linears.items()}
+        for name, one in modules:
+            if isinstance(one, LowRank):
+                self._unchecked[name] = one._parameters["lora_B"]
+            elif isinstance(one, LowRankStacks):
+                self._unchecked |= {f"{name}.{key}": one._parameters[f"{key}_lora_B"] for key in one.lora_scales}
 
     def _warn_of_new_tokens(self, model: Model) -> None:
         """Tell of added tokens whose rows stay as they start."""
@@ -157,8 +160,8 @@ class Adapters:
         unused = [name for name, factor in self._unchecked.items() if factor is not None and factor.grad is None]
         if 0 < len(unused) < len(self._unchecked):  # all: the optimizer has taken them already
             raise ConfigError(
-                f"lora.modules: the model computes {format_list(unused, 4)} without calling the linear, so its update "
-                "has no effect. Name patterns that leave it out.",
+                f"lora.modules: the model computes {format_list(unused, 4)} without calling the linear, or its experts "
+                "by another product, so its update has no effect. Name patterns that leave it out.",
                 key="lora.modules",
             )
         self._unchecked = {}
