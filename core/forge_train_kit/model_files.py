@@ -103,7 +103,7 @@ def expect_same_words(job: Job, weights: str, key: str) -> None:
     except ConfigError:
         return
     saved, beside = checkpoint.read_state(path).get("tokenizer"), files(path / FOLDER)
-    if (own := digest(job)) is None or saved == own or (saved is None and not beside):  # which an import has
+    if (own := digest(job)) is None or saved == own or (saved is None and not vocabulary_of(beside)):  # an import
         return
     known = [_words(one) for one in (beside, of(job.config, job.hooks, job.run.dir))]
     if None in known or known[0] != known[1]:

@@ -43,7 +43,10 @@ def fill(weights: Mapping[str, Tensor], plan: Plan, source: Ranges) -> None:
     with torch.no_grad():
         for name in (name for group in plan.groups for name in group.targets if name in weights):
             part, window = local_window(weights[name])
-            plan.read_into(part, name, source.read, tuple(window))
+            whole = torch.empty(part.shape, dtype=part.dtype, device=part.device) if hasattr(part, "plain") else part
+            plan.read_into(whole, name, source.read, tuple(window))
+            if whole is not part:  # which encodes what is copied into it, and loses what is written through some views
+                part.copy_(whole)
 
 
 def fill_model(model: Model, job: Job, path: Path, tensors: Mapping[str, Tensor]) -> InitialWeights:

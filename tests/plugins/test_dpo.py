@@ -33,15 +33,16 @@ WORDS, DIM, LENGTHS = 19, 8, ((5, 3), (1, 4), (7, 7))
 
 
 class Unfrozen(Plugin):
-    """Trains a norm beside what an adapter adds."""
+    """Trains a parameter beside what an adapter adds."""
 
     api = (1, 0)
+    name = "norm.weight"
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform:
         def apply(part: nn.Module) -> Applied:
-            part.get_submodule("norm").requires_grad_(True)
-            return Applied(part, ("norm",))
+            part.get_parameter(self.name).requires_grad_(True)
+            return Applied(part, (self.name,))
 
         return Transform(Phase.RECOMPUTE, "unfrozen", apply)
 
@@ -306,6 +307,23 @@ def test_a_run_that_begins_with_updates_is_not_its_own_reference(
     assert trained(run_forge, tmp_path, name="r", steps=4, plugins=["lora"], **more).finished.step == 4  # resumed
 
 
+def test_an_optimizer_that_steps_in_the_backward_pass_is_fine(run_forge: RunForge, base: str, tmp_path: Path) -> None:
+    more = {"train__init_from": base, "train__clip_norm": 0, "dpo__loss": "simpo", "train__micro_batch": 0}
+    trained(run_forge, tmp_path, steps=2, plugins=["optimizer_in_backward"], **more)
+
+
+@pytest.mark.parametrize("what", ["embedding.weight", "layers.0.attention.q.weight"])
+def test_a_weight_beneath_an_update_that_is_trained_too_needs_a_copy(
+    run_forge: RunForge, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    more = {"train__init_from": base, "train__init_missing": ["*lora_*"], "checkpoint__only": []}
+    modules = ["embedding", "*.q"]
+    monkeypatch.setattr(Unfrozen, "name", what)
+    message = rf"the reference is the model without its updates, and {what} is trained beside them; name"
+    with pytest.raises(ConfigError, match=message):
+        trained(run_forge, tmp_path, steps=1, plugins=["lora", f"{__name__}:Unfrozen"], **more, lora__modules=modules)
+
+
 def test_a_plan_knows_a_model_that_is_its_own_reference(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     run = trained(run_forge, tmp_path, steps=1, plugins=["lora"], train__init_from=base)
     assert plan(run.run / "config.toml").memory.activations
@@ -313,7 +331,9 @@ def test_a_plan_knows_a_model_that_is_its_own_reference(run_forge: RunForge, bas
 
 def test_what_is_trained_beside_updates_needs_a_copy(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     more = {"train__init_from": base, "train__init_missing": ["*lora_*"], "checkpoint__only": []}
-    message = r"dpo\.weights: the reference is the model without its updates, and norm is trained beside them; name"
+    message = (
+        r"dpo\.weights: the reference is the model without its updates, and norm\.weight is trained beside them; name"
+    )
     with pytest.raises(ConfigError, match=message):
         trained(run_forge, tmp_path, steps=1, plugins=["lora", f"{__name__}:Unfrozen"], **more)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forge_train import ConfigError, Model
@@ -128,6 +128,30 @@ def test_codes_of_8_bits_come_in_blocks_of_any_size() -> None:
     values = torch.randn(3, 21, generator=torch.Generator().manual_seed(0))
     found = BlockTensor.of(values, BlockFormat("int8", 7)).plain()
     assert torch.allclose(found, values, rtol=0, atol=float(values.abs().max()) / 254 * 1.001)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
+def test_experts_are_read_from_a_folder_that_holds_them_one_by_one(tmp_path: Path, model: str) -> None:
+    """Straight from it, codes are those of its weights."""
+    write(tmp_path / "hf", model)
+    file = tmp_path / "hf" / "model.safetensors"
+    apart = {}
+    for name, one in load_file(file).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            for at, weight in enumerate(one):
+                gate = weight.chunk(2)[0] if "gate_up" in name else weight
+                kinds = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+                for kind, part in zip(kinds, weight.chunk(2) if "gate_up" in name else [gate], strict=True):
+                    apart[f"{name.rpartition('.')[0]}.{at}.{kind}.weight"] = part.contiguous()
+        else:
+            apart[name] = one
+    save_file(apart, file, {"format": "pt"})
+    _, plain = started(tmp_path / "hf", "lora.modules=['*.experts.*']")
+    _, held = started(tmp_path / "hf", "lora.modules=['*.experts.*']", "lora.base=int8", "lora.base_block=8")
+    right, found = dict(plain.named_parameters()), coded(held)
+    assert len(found) == 6
+    for name, one in found.items():
+        torch.testing.assert_close(local(one).plain(), right[name], rtol=0, atol=float(right[name].abs().max()) / 127)
 
 
 def test_bytes_of_the_base(tmp_path: Path) -> None:

@@ -244,14 +244,18 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path) -> None:
             r"lora\.beneath: .* updates model\.layers\.0\.self_",
         ),
         (("lora.beneath=['nowhere']",), r"lora\.beneath: there is no nowhere/adapter_config\.json"),
+        (("lora.beneath=['{d}']",), r"lora\.beneath: .*d has magnitudes \(DoRA\), which only lora\.adapter continues"),
         (("lora.start=pissa", "lora.adapter={a}"), r"lora\.start: has no effect with lora\.adapter"),
     ],
 )
 def test_mistakes(tmp_path: Path, settings: tuple[str, ...], says: str) -> None:
     write(tmp_path / "hf", "")
-    path = adapter(tmp_path, "a", "", r=3, target_modules=["q_proj"])
+    paths = {"{a}": adapter(tmp_path, "a", "", r=3, target_modules=["q_proj"])}
+    paths["{d}"] = adapter(tmp_path, "d", "", r=3, target_modules=["q_proj"], use_dora=True)
+    for name, path in paths.items():
+        settings = tuple(one.replace(name, path) for one in settings)
     with pytest.raises(ConfigError, match=says):
-        started(tmp_path / "hf", *(one.replace("{a}", path) for one in settings))
+        started(tmp_path / "hf", *settings)
 
 
 def test_a_stack_does_not_begin_so(tmp_path: Path) -> None:

@@ -97,6 +97,20 @@ def test_so_is_a_published_model_that_was_imported(tmp_path: Path, trained: Call
     trained(tokenizer(tmp_path / "same", decorate), ["distill"], **student, **size)
 
 
+def test_one_without_a_tokenizer_is_taken(tmp_path: Path) -> None:
+    """Both read bytes."""
+    (tmp_path / "model").mkdir()
+    chat_model.write_model(tmp_path / "model")
+    for file in (tmp_path / "model").glob("*token*"):
+        file.unlink()
+    imported = import_checkpoint(tmp_path / "model", tmp_path / "teacher").path
+    values = tomllib.loads((imported / "config.toml").read_text())["decoder"]
+    (tmp_path / "a.txt").write_text("say one and two\n" * 200)
+    config = {"distill.weights": str(imported), "distill.teacher": {"decoder": values}, "train.sequence": 32}
+    config |= {"decoder.vocabulary": values["vocabulary"], "text.path": str(tmp_path / "a.txt"), "text.held_out": 0.0}
+    run_forge(["distill"], {**config, "train.evaluate_every": 0}, steps=1, folder=tmp_path / "runs")
+
+
 def test_pieces_that_begin_texts_otherwise_are_the_same_words(tmp_path: Path, trained: Callable[..., Any]) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     folders = [tmp_path / name for name in ("with", "without", "other")]

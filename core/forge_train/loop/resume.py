@@ -209,7 +209,7 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
     lone = old.keys() ^ new.keys()
     for key, before, after in differences(saved["config"], job.config.values(volatile=False)):
         section, _, option = key.partition(".")
-        added = key not in saved["config"] and (section, option) not in job.config.origins  # by a newer version
+        added = key not in saved["config"] and not any(one[:2] == (section, option) for one in job.config.origins)
         if key not in MAY_DIFFER and section != "parallel" and section not in lone and not added:
             note(key, f"{key}: {before!r} in the checkpoint, {after!r} now")
     if refused:

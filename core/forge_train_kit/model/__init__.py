@@ -29,7 +29,7 @@ from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .samples import gather_samples
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
 from .tiled import LargestLogit, TiledAttention
-from .updates import updated_already, without_updates
+from .updates import trained_beside, updated_already, without_updates
 
 __all__ = [
     "POOLING",
@@ -73,6 +73,7 @@ __all__ = [
     "row_log_probabilities",
     "sum_in_chunks",
     "sum_of_slices",
+    "trained_beside",
     "updated_already",
     "without_updates",
 ]

@@ -19,6 +19,9 @@ class Updated(Protocol):
     updates_on: bool
     """Its forward adds the updates. `without_updates` makes it False for a while."""
 
+    def is_update(self, name: str) -> bool:
+        """Return True for a parameter of the module's own that belongs to an update."""
+
     def updates_are_zero(self) -> bool:
         """Return True if the updates, as far as this rank has them, change nothing so far."""
 
@@ -46,6 +49,16 @@ def without_updates(part: nn.Module) -> Iterator[None]:
 def updated_already(model: Model) -> list[str]:
     """Names of the modules whose updates change something: before the first step, those of a tuned model."""
     return [name for name, one in model.named_modules() if _is_updated(one) and not one.updates_are_zero()]
+
+
+def trained_beside(model: Model) -> list[str]:
+    """Names of the trained parameters that belong to no update: without updates, the model changes with them."""
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, one in module.named_parameters(recurse=False)
+        if one.requires_grad and not (_is_updated(module) and module.is_update(name))
+    ]
 
 
 def _is_updated(module: object) -> TypeGuard[Updated]:

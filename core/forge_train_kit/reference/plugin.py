@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -25,7 +26,7 @@ from forge_train.config.schema import FilePath
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Batch, Job, Model, StepResult, Update
+    from forge_train import Batch, CheckpointEvent, Job, Model, Span, SpanName, StepResult
     from forge_train.config import Config as RunConfig
 
     from .scores import AnswerScores
@@ -70,6 +71,7 @@ class ReferencePlugin(Plugin):
     config: Any
     _task: AnswerScores
     _model: Model
+    _begins = True
     _stored: StoredReference | None = None
 
     @property
@@ -163,7 +165,15 @@ class ReferencePlugin(Plugin):
         expect_same_words(job, job.extra[REFERENCE].spec.weights, f"{self.key}.weights")
 
     @hookimpl
-    def on_gradients(self, update: Update) -> None:
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        self._begins = self._begins and event.kind != "loaded"
+
+    @hookimpl
+    def around(self, span: SpanName) -> Span | None:
+        return self._as_reference if span == "step" else None
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
         """See that a model that is its own reference begins as the reference.
 
         Raises:
@@ -172,14 +182,16 @@ class ReferencePlugin(Plugin):
         from forge_train.base.format import format_list
         from forge_train_kit.model import updated_already
 
-        taken = all(one.grad is None for one in update.parameters)  # by an optimizer that steps in the backward pass
-        if update.step == 1 and self._task.own_reference and not taken and (found := updated_already(self._model)):
+        if self._begins and self._task.own_reference and (found := updated_already(self._model)):
             raise ConfigError(
                 f"{self.key}.weights: the reference is the model without its updates, and the run begins with some of "
-                f"{format_list(found, 2)}, so it is not where the run starts. Put that adapter beneath a new "
-                "one, start from the tuned model merged (forge checkpoint export), or name a reference.",
+                f"{format_list(found, 2)}, so it is not where the run starts. Put that adapter beneath a new one, "
+                "unless it has magnitudes (DoRA), start from the tuned model merged (forge checkpoint export), or name "
+                "a reference.",
                 key=f"{self.key}.weights",
             )
+        self._begins = False
+        yield
 
     @hookimpl
     def on_step(self, step: StepResult) -> None:
@@ -210,14 +222,9 @@ class ReferencePlugin(Plugin):
 
     def _check_trained(self, model: Model) -> None:
         from forge_train.base.format import format_list
+        from forge_train_kit.model import trained_beside
 
-        trained = [
-            name
-            for name, module in model.named_modules()
-            if not getattr(module, "updates_on", False)
-            and any(one.requires_grad for one in module.parameters(recurse=False))
-        ]
-        if trained:
+        if trained := trained_beside(model):
             raise ConfigError(
                 f"{self.key}.weights: the reference is the model without its updates, and {format_list(trained, 3)} "
                 "is trained beside them; name the checkpoint that the run starts from, of which a copy is then made.",

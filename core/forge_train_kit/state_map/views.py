@@ -157,7 +157,7 @@ class Unsqueezed(View):
         return parts[0].unsqueeze(self.dim)
 
     def places(self, box: Box, out: Tensor) -> list[Tensor]:
-        return [out.squeeze(self.dim)]
+        return [out.select(self.dim, 0)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,9 @@ from forge_train_kit import hookspecs
 from forge_train_kit.capabilities import KernelCapabilities
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from forge_train import CheckpointEvent, Finished, Job, Model
     from forge_train.config import Config as RunConfig
@@ -96,23 +98,23 @@ class TextFeedback(Plugin):
             raise ConfigError(f"text_feedback.path: {self.config.path} leaves fewer than two answers for {which}.")
         if not held_out:
             self._epoch = pieces
-            self._check_both(answers)
+            self._check_both(answers.desirable[pieces.document])
         seed = HELD_OUT_SEED if held_out else job.seed if self.config.shuffle else None
         stream = Ordered(rows, seed, key="text_feedback", fixed=held_out)
         warn_of_few(stream.samples, job)
         return StreamLoader(stream, job, target=DESIRABLE)
 
-    def _check_both(self, answers: Answers) -> None:
-        """Refuse answers of one kind.
+    def _check_both(self, desirable: NDArray[np.bool_]) -> None:
+        """Refuse answers of one kind, of those that are in rows.
 
         Raises:
             ConfigError: with their label.
         """
-        good = int(answers.desirable.sum())
-        if good in (0, answers.count):
+        good, count = int(desirable.sum()), len(desirable)
+        if good in (0, count):
             label, other = ("true", "undesirable") if good else ("false", "desirable")
             raise ConfigError(
-                f"text_feedback.path: all {answers.count:,} answers of {self.config.path} have the label {label}; "
+                f"text_feedback.path: all {count:,} answers of {self.config.path} have the label {label}; "
                 f"add {other} ones, with which they are compared."
             )
 

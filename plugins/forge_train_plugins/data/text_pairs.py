@@ -87,7 +87,8 @@ class TextPairs(Plugin):
         elif not written and (odd := [size for size in config.train.batches if size % 2]):
             yield Problem(
                 "train.global_batch" if odd[0] == config.train.global_batch else "train.batch_warmup",
-                f"{odd[0]} is odd, but a pair is two sequences of one micro-batch; set it to an even number.",
+                f"{odd[0]} is odd, but a pair is two sequences of one micro-batch; set it to a multiple of 2 × the "
+                "data-parallel ranks.",
             )
 
     @hookimpl

@@ -100,7 +100,7 @@ def write_beside(folder: Path, template: Template, tokenizer: Tokenizer, *, chos
         model = _table(folder / MODEL_CONFIG)
         known = {key: model[key] for key in ("bos_token_id", "pad_token_id") if model.get(key) is not None}
     known.pop("_from_model_config", None)  # else transformers takes the ids of config.json
-    former = {FORMER_STOPS: list(stop_ids(folder)[1])}
+    former = {FORMER_STOPS: known.get(FORMER_STOPS, list(stop_ids(folder)[1]))}
     write_json(folder / GENERATION_CONFIG, {**known, "eos_token_id": [*tokenizer.stops, end], **former})
 
 

@@ -278,7 +278,8 @@ class Adapters:
             self._parameters = [module.get_parameter(name) for module, name in self._summed]
         while self._begin:
             target = self._begin.pop(0)
-            begin(target, *self.sizes.of(target.name))
+            dist = self.job.dist
+            begin(target, *self.sizes.of(target.name), together=dist.world > 1 and dist.layout.pp == 1)
 
     def _sum(self) -> None:
         """Sum gradients of factors that every rank of an expert has whole."""

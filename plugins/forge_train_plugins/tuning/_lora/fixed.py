@@ -59,11 +59,18 @@ def beneath(sources: Sequence[tuple[Source, float]]) -> Fixed:
 
 
 @torch.no_grad()
-def begin(target: Target, rank: int, scale: float) -> None:
+def begin(target: Target, rank: int, scale: float, *, together: bool = False) -> None:
     """Begin an update as the largest singular directions of its linear's weight (PiSSA, arXiv:2404.02948, eq. 2 and 3),
     and take the same away from the weight. In a run that goes on, this was done before.
 
     All ranks that share a weight call this together.
+
+    Args:
+        target: the linear.
+        rank: of its update.
+        scale: of its update.
+        together: whether all processes share it. They then take the vectors of the first one, as each may have found
+            some of the other sign.
     """
     module = target.module
     a, b = (module._parameters[name] for name in target.factors)
@@ -73,8 +80,11 @@ def begin(target: Target, rank: int, scale: float) -> None:
     u, s, v = torch.linalg.svd(_whole(target.weight).float(), full_matrices=False)
     roots = (s[:rank] / scale).sqrt()
     for made, both in ((roots.unsqueeze(1) * v[:rank], (a, first[0])), (u[:, :rank] * roots, (b, first[1]))):
+        values = made.contiguous()
+        if together:
+            torch.distributed.broadcast(values, 0)
         for one in both:
-            _fill(one, made.to(one.dtype))
+            _fill(one, values.to(one.dtype))
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -89,7 +99,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _fill(tensor: Any, values: Tensor) -> None:
-    """Fill a parameter; the ranks that share it take the values of the first, as each may have found others."""
+    """Fill a parameter with its part of whole values."""
     if isinstance(tensor, DTensor):
-        values = distribute_tensor(values.contiguous(), tensor.device_mesh, tensor.placements)
+        values = distribute_tensor(values, tensor.device_mesh, tensor.placements)
     tensor.copy_(values)

@@ -62,6 +62,8 @@ class Folder:
             self.config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"{key}: {file} is not JSON: {error}.", key=key) from error
+        if key == "lora.beneath" and self.config.get("use_dora"):
+            raise ConfigError(f"{key}: {self.path} has magnitudes (DoRA), which only lora.adapter continues.", key=key)
         self.parameters: tuple[str, ...] = tuple(self.config.get("target_parameters") or ())
         """Ends of the names of parameters that it updates: stacks of experts."""
         for name, values in PLAIN.items():

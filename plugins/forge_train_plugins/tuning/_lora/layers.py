@@ -34,6 +34,10 @@ class Adapted(nn.Module):
     """Weight → the scale of its update."""
     lr_factors: dict[str, float]
 
+    def is_update(self, name: str) -> bool:
+        """Return True for a factor, and for a magnitude."""
+        return name in self.lora_initial
+
     def updates_are_zero(self) -> bool:
         """Return True if a factor of each update is zero, and magnitudes are lengths of rows."""
         held = {name: local(one) for name, one in self._parameters.items() if name in self.lora_initial}
