@@ -252,12 +252,13 @@ class TestTemplates:
         (folder / "generation_config.json").write_text('{"_from_model_config": true, "temperature": 0.6}')
         tokenizer = open_tokenizer(str(folder))
         assert tokenizer.stops == (END,)
-        write_beside(folder, open_template("chatml", folder), tokenizer, chosen=True)
-        assert json.loads((folder / "generation_config.json").read_text()) == {
-            "temperature": 0.6,
-            "eos_token_id": [END, TURN_END],
-            "_forge_former_stops": [],
-        }
+        for _ in range(2):  # at each save
+            write_beside(folder, open_template("chatml", folder), tokenizer, chosen=True)
+            assert json.loads((folder / "generation_config.json").read_text()) == {
+                "temperature": 0.6,
+                "eos_token_id": [END, TURN_END],
+                "_forge_former_stops": [],
+            }
         again = open_tokenizer(str(folder))
         assert again.stops == (END, TURN_END)
         assert again.digest == tokenizer.digest, "a run continues with the files that it wrote"

@@ -125,7 +125,8 @@ def test_a_mismatched_answer_is_cut_at_the_end_of_the_row(here: Path) -> None:
     (text, cut), (_, other_short) = texts(here, other)
     assert (other_short, cut) == (short, whole[: len(cut)])
     assert 0 < len(cut) < len(whole)
-    assert (other.document_ids == 0)[0].all()  # type: ignore[index]
+    assert other.document_ids is not None
+    assert not other.document_ids[0].any()
     assert text.startswith(f"user\n{long}\n")
 
 
@@ -256,6 +257,13 @@ def test_one_kind_of_label_is_refused(here: Path, label: bool) -> None:
     word, other = ("true", "undesirable") if label else ("false", "desirable")
     with pytest.raises(ConfigError, match=rf"path: all 3 answers of .*jsonl have the label {word}; add {other} ones"):
         feedback(here).build_data(job(here), "train")
+
+
+def test_so_is_one_kind_that_is_left_of_two(here: Path) -> None:
+    """The undesirable answers are too long for a row."""
+    write(here, *({"prompt": "say", "completion": "no " * n, "label": n < 60} for n in (1, 2, 60, 3, 61)))
+    with pytest.raises(ConfigError, match=r"path: all 3 answers of .*jsonl have the label true; add undesirable ones"):
+        feedback(here, long="drop").build_data(job(here), "train")
 
 
 def test_too_few_and_too_long_answers_are_refused(here: Path) -> None:

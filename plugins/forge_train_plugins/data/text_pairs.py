@@ -79,9 +79,8 @@ class TextPairs(Plugin):
             yield Problem("text_pairs.template_options", "has no effect on texts (text_pairs.kind = 'embedding').")
         if self.config.split_special_tokens and self.config.kind == "embedding":
             yield Problem("text_pairs.split_special_tokens", "has no effect on texts (text_pairs.kind = 'embedding').")
-        written = config.as_written.get("train", {}).get(
-            "micro_batch", config.train.micro_batch
-        )  # 0 is filled in later
+        own = config.train.micro_batch
+        written = config.as_written.get("train", {}).get("micro_batch", own)  # 0 is filled in later
         if written % 2:
             yield Problem("train.micro_batch", "must be even: a pair is two sequences of one micro-batch.")
         elif not written and (odd := [size for size in config.train.batches if size % 2]):
