@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 START: Literal["start"] = "start"
 BENEATH: Literal["beneath"] = "beneath"
-KINDS = (START, BENEATH)
 
 Read = Callable[[str], Tensor]
 """Reads the first values of a factor, `A` or `B`, or of the `magnitude`."""
