@@ -62,6 +62,8 @@ class Trouble(Plugin):
             return
         if self.config.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif self.config.what == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
         elif self.config.what == "hang":
             Path("hangs").touch()
             time.sleep(6000)

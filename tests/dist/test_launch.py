@@ -123,6 +123,17 @@ def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_pa
     assert resumed["time"] - lost["time"] < 60, "≤ 15 s on a machine that does nothing else"
 
 
+def test_a_crash_is_named_with_its_stack(tmp_path: Path) -> None:
+    file = config(tmp_path, "Trouble", **{"trouble.what": "crash"})
+    done = here(tmp_path, file, "--nproc", "2", "--name", "crashed")
+    assert done.code == 1
+    said = r"Rank 1 was killed by SIGSEGV after step [23]; the stacks of its threads are in its log\.\n"
+    assert re.search(said + r" +at \S+layouts.py:\d+, in on_gradients\n", done.err), done.err
+    log = tmp_path / "runs" / "crashed" / "log" / "rank-1.log"
+    assert "Segmentation fault" in log.read_text()
+    assert str(log.relative_to(tmp_path)) in done.err
+
+
 def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "raise"})
     done = here(tmp_path, file, "--nproc", "2", "--json", "--name", "raised")

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from forge_train.base.format import format_list
 from forge_train.mesh.world import FORGE_LAUNCHED
 
-from .causes import as_words, by_cause, frames, top
+from .causes import as_words, by_cause, frames, top, without_a_word
 from .launch import Ended, Restart, WorkerCommand, WorkerResult, awaited, left
 from .places import Places
 
@@ -201,21 +201,7 @@ class _Agent(LocalElasticAgent):
         return found
 
     def _without_a_word(self, rank: int, code: int) -> WorkerResult:
-        if code >= 0:
-            message = f"ended with exit code {code} {self._when()}. Its last words are in {self.task.log(rank)}."
-            return WorkerResult(rank, 1, "killed", message)
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        why = {
-            "SIGKILL": "; the kernel does that where memory runs out (see dmesg)",
-            "SIGSEGV": "; the stack is in its log",
-            "SIGABRT": "; a library gave up, see its log",
-        }.get(name, "")
-        return WorkerResult(
-            rank, 1, "killed", f"was killed by {name} {self._when()}{why}. Its log is {self.task.log(rank)}."
-        )
+        return WorkerResult(rank, 1, "killed", without_a_word(code, self._when(), self.task.log(rank)))
 
     def _when(self) -> str:
         step = self.last_step()

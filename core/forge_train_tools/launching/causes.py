@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 from .launch import WorkerResult
+
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
+"""Signals after which a rank has written its stacks."""
 
 
 def by_cause(outcomes: Iterable[WorkerResult]) -> list[WorkerResult]:
@@ -37,3 +42,26 @@ def top(stacks: str) -> str:
     found = frames(stacks)
     own = next((frame for frame in found if "/torch/" not in frame and "/threading.py" not in frame), "")
     return f"\n  at {own or found[0]}" if found else ""
+
+
+def without_a_word(code: int, when: str, log: Path) -> str:
+    """The rest of a sentence about a rank that left no outcome.
+
+    Args:
+        code: of its process; minus the number of the signal that ended it.
+        when: in its run.
+        log: its file.
+    """
+    if code >= 0:
+        return f"ended with exit code {code} {when}. Its last words are in {log}."
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    why = {
+        "SIGKILL": "; the kernel does that where memory runs out (see dmesg)",
+        **dict.fromkeys(_CRASHES, "; the stacks of its threads are in its log"),
+        "SIGABRT": "; a library gave up, see its log",
+    }.get(name, "")
+    where = top(log.read_text(encoding="utf-8", errors="replace")) if name in _CRASHES and log.exists() else ""
+    return f"was killed by {name} {when}{why}.{where}\nIts log is {log}."

@@ -94,11 +94,12 @@ def die_with(parent: int) -> None:
 
 
 def _speak_into(log: Path, *, everything: bool) -> None:
-    """Have this process write into its log: the stacks of its threads on SIGUSR2, and everything that is no longer for
-    the screen."""
+    """Have this process write into its log: the stacks of its threads on SIGUSR2 and where it crashes, and everything
+    that is no longer for the screen."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    faulthandler.enable(file=file, all_threads=True)
     if everything:
         os.dup2(file, 1)
         os.dup2(file, 2)
