@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -64,6 +65,10 @@ class Trouble(Plugin):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.config.what == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
+        elif self.config.what == "crash in C":
+            c = ctypes.CDLL(None)
+            c.pthread_create(ctypes.byref(ctypes.c_ulong()), None, c.abort, None)
+            time.sleep(60)
         elif self.config.what == "hang":
             Path("hangs").touch()
             time.sleep(6000)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,15 +124,21 @@ def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_pa
     assert resumed["time"] - lost["time"] < 60, "≤ 15 s on a machine that does nothing else"
 
 
-def test_a_crash_is_named_with_its_stack(tmp_path: Path) -> None:
-    file = config(tmp_path, "Trouble", **{"trouble.what": "crash"})
+@pytest.mark.parametrize(
+    ("what", "name", "thread"),
+    [("crash", "SIGSEGV", ""), ("crash in C", "SIGABRT", ", in a thread that runs no Python")],
+)
+def test_a_crash_is_named_with_its_stack(tmp_path: Path, what: str, name: str, thread: str) -> None:
+    file = config(tmp_path, "Trouble", **{"trouble.what": what})
     done = here(tmp_path, file, "--nproc", "2", "--name", "crashed")
     assert done.code == 1
-    said = r"Rank 1 was killed by SIGSEGV after step [23]; the stacks of its threads are in its log\.\n"
+    said = rf"Rank 1 was killed by {name} after step [23]{thread}; the stacks of its threads are in its log\.\n"
     assert re.search(said + r" +at \S+layouts.py:\d+, in on_gradients\n", done.err), done.err
     log = tmp_path / "runs" / "crashed" / "log" / "rank-1.log"
-    assert "Segmentation fault" in log.read_text()
+    assert "Fatal Python error: " in log.read_text()
     assert str(log.relative_to(tmp_path)) in done.err
+    settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert any(re.search(pattern, done.err) for pattern in settings["only_rerun"]) == bool(thread), "gloo's alone"
 
 
 def test_the_first_that_failed_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from .launch import WorkerResult
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
 """Signals after which a rank has written its stacks."""
+NO_PYTHON = ", in a thread that runs no Python"
+"""As threads of gloo do. Our tests run again what ended so: see `only_rerun` in pyproject.toml."""
 
 
 def by_cause(outcomes: Iterable[WorkerResult]) -> list[WorkerResult]:
@@ -58,10 +60,11 @@ def without_a_word(code: int, when: str, log: Path) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    why = {
-        "SIGKILL": "; the kernel does that where memory runs out (see dmesg)",
-        **dict.fromkeys(_CRASHES, "; the stacks of its threads are in its log"),
-        "SIGABRT": "; a library gave up, see its log",
-    }.get(name, "")
-    where = top(log.read_text(encoding="utf-8", errors="replace")) if name in _CRASHES and log.exists() else ""
-    return f"was killed by {name} {when}{why}.{where}\nIts log is {log}."
+    if name not in _CRASHES:
+        why = "; the kernel does that where memory runs out (see dmesg)" if name == "SIGKILL" else ""
+        return f"was killed by {name} {when}{why}. Its log is {log}."
+    said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    stacks = said.rpartition("Fatal Python error: ")[2]
+    thread = "" if "Current thread " in stacks else NO_PYTHON
+    where = f"{when}{thread}; the stacks of its threads are in its log.{top(stacks)}"
+    return f"was killed by {name} {where}\nIts log is {log}."
