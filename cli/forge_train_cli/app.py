@@ -22,6 +22,7 @@ COMMANDS = {
     "checkpoint": (".checkpoint:checkpoint", "Look at checkpoints; exchange weights with Hugging Face."),
     "generate": (".generate:generate", "Continue a text with a trained model."),
     "eval": (".evaluate:evaluate", "Evaluate a trained model as its run does."),
+    "infer": (".infer:infer", "Write what a trained model gives for each record of a data set."),
     "runs": (".runs:runs", "Look at past runs, and compare them."),
     "debug": (".debug:debug", "Look into a run."),
     "bench": (".bench:bench", "Measure this machine."),

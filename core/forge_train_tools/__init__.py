@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from forge_train.base.names import lazy_names
 
 if TYPE_CHECKING:
+    from .api import infer as infer
     from .api import open_model as open_model
     from .api import plan as plan
     from .api import train as train
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _WHERE, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "api": "open_model plan train verify",
+        "api": "infer open_model plan train verify",
         "offline.trained_model": "TrainedModel",
         "planning": "Plan",
         "run_folder": "RunFolder open_run",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from forge_train.base.errors import ConfigError
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from forge_train.mesh.layout import Device
 
     from .configuration.request import Request
+    from .inference.infer import InferenceOptions, Inferred
     from .offline.trained_model import TrainedModel
     from .planning import Plan
     from .verification import Verdict
@@ -194,6 +195,51 @@ def open_model(
             add_adapters(opened, adapters, tuple(plugins))
             opened = replace(opened, adapters=tuple(map(Path, adapters)))
         return TrainedModel(opened)
+
+
+def infer(
+    path: str | Path | RunFolder,
+    data: Iterable[str | Path],
+    out: str | Path,
+    *,
+    outputs: Iterable[str] = (),
+    plugins: Iterable[str] = (),
+    set: Mapping[str, Any] | None = None,
+    nproc: int = 1,
+    **options: Unpack[InferenceOptions],
+) -> Inferred:
+    """Write what a trained model gives for each record of a data set, a line of JSON each, in the order of the records.
+
+    The same call continues what was stopped.
+
+    Args:
+        path: a run, a checkpoint, or a Hugging Face folder.
+        data: files, folders, patterns or addresses.
+        out: the file to write, which does not exist.
+        outputs: their names; by default what fits the model's head.
+        plugins: plugins to enable too.
+        set: values to override, as in `train`.
+        nproc: local processes to use, including this one.
+        options: `field`, `long` and `batch`, as in `forge infer`.
+
+    Raises:
+        ConfigError: for a path, a record, an output or a file that can't be, before anything is computed.
+    """
+    with _working():
+        from .inference.infer import Inference
+        from .inference.infer import infer as run
+
+        place = path.path if isinstance(path, RunFolder) else Path(path)
+        asked = Inference(
+            path=place,
+            data=tuple(map(str, [data] if isinstance(data, (str, Path)) else data)),
+            out=Path(out),
+            outputs=tuple(outputs),
+            plugins=tuple(plugins),
+            set=tuple(as_assignments(set or {})),
+            **options,
+        )
+        return run(asked, nproc=nproc)
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_train import MASKED, Batch
+from forge_train import MASKED, Batch, Job
 from forge_train_kit.losses import LossFunction, batch_loss
 from forge_train_kit.metrics import Accuracy, ConfusionMatrix
 from forge_train_kit.model import Linear, full_tensor
@@ -78,3 +79,17 @@ class Classification:
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         logits: Tensor = part.get_submodule("head")(hidden)
         return logits
+
+
+def class_of_record(
+    job: Job, classes: Sequence[str], part: nn.Module, hidden: Tensor, batch: Batch
+) -> dict[str, list[Any]]:
+    """The likeliest class of each record, and the probability of every one."""
+    from forge_train_tools.inference.outputs import at_last, plain
+
+    logits = at_last(job, part.get_submodule("head")(hidden), batch)
+    shares = plain(logits.double().softmax(-1))
+    return {
+        "class": [classes[best] for best in logits.argmax(-1).tolist()],
+        "probabilities": [dict(zip(classes, row, strict=True)) for row in shares],
+    }

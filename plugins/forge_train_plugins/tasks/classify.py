@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forge_train import Plugin, Problem, Task, hookimpl, section
 from forge_train_kit.heads import Classes, Head, HeadSpec
@@ -81,6 +82,12 @@ class Classify(_Classifier):
         "head": ("text_class_logits",),
         "build_data": ("labelled_rows",),
     }
+
+    @hookimpl
+    def record_outputs(self, job: Job) -> Mapping[str, Callable[..., Mapping[str, Any]]]:
+        from ._classify import class_of_record
+
+        return {"class": partial(class_of_record, job, self.config.classes)}
 
 
 class TokenClassify(_Classifier):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_train import ConfigError, Ge, Gt, Plugin, Preparation, Task, hookimpl, section
 from forge_train_kit.heads import Head, HeadSpec
@@ -69,6 +69,10 @@ class Embed(Plugin):
                 f"(train.micro_batch × data-parallel ranks / 2)."
             )
         return Contrastive(job, self.config.temperature, group or together, lambda: self._observed)
+
+    @hookimpl
+    def record_outputs(self, task: Task) -> Mapping[str, Callable[..., Mapping[str, Any]]]:
+        return {"embedding": lambda *of: {"embedding": task.outputs(*of)}}
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_train import Plugin, Preparation, Task, hookimpl
 from forge_train_kit.heads import Head, HeadSpec
@@ -45,6 +45,10 @@ class Reward(Plugin):
         from ._reward import Preferences
 
         return Preferences(job, lambda: self._observed)
+
+    @hookimpl
+    def record_outputs(self, task: Task) -> Mapping[str, Callable[..., Mapping[str, Any]]]:
+        return {"reward": lambda *of: {"reward": task.outputs(*of)}}
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:

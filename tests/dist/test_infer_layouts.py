@@ -1,0 +1,92 @@
+"""`forge infer` on layouts of two ranks, against one process: the same answers, and on some to the last byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forge_cli
+import heads_data
+from forge_cli import forge
+
+pytestmark = [pytest.mark.dist, pytest.mark.e2e]
+
+SETTINGS = forge_cli.DECODER.replace("layers = 1", "layers = 2").replace("sequence = 16", "sequence = 48")
+EXPERTS = ("-p", "moe", "-s", "moe.experts=4", "-s", "moe.top_k=2")
+RUNS: Mapping[str, tuple[str, ...]] = {
+    "tokens": ("-p", "text", "-s", "text.path=texts.jsonl"),
+    "experts": ("-p", "text", "-s", "text.path=texts.jsonl", *EXPERTS),
+    "class": (
+        *("-p", "classify,text_labels", "-s", 'classify.classes=["json","xml"]'),
+        *("-s", "text_labels.path=labels.jsonl"),
+    ),
+    "embedding": (
+        *("-p", "embed,text_pairs", "-s", "text_pairs.kind=embedding", "-s", "text_pairs.path=embed.jsonl"),
+        *("-s", "train.micro_batch=4", "-s", "embed.pooling=last"),
+    ),
+}  # fmt: skip
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "fsdp2": ("-p", "fsdp2"),
+    "tp2": ("-p", "tp", "-s", "parallel.tp=2"),
+    "pp2": ("-p", "pp", "-s", "parallel.pp=2"),
+    "cp2": ("-p", "cp", "-s", "parallel.cp=2"),
+    "ep2": ("-p", "ep,fsdp2", "-s", "parallel.ep=2"),
+}
+EXACT = ("fsdp2", "pp2")
+"""Layouts on which every row is computed as one process computes it."""
+CASES = (
+    *(("tokens", layout) for layout in ("fsdp2", "tp2", "pp2", "cp2")),
+    *(("experts", "ep2"), ("class", "tp2"), ("class", "cp2"), ("class", "pp2"), ("embedding", "fsdp2")),
+    *(("embedding", "tp2"), ("embedding", "cp2")),
+)
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each kind, texts of many lengths, and the answers of one process."""
+    folder = tmp_path_factory.mktemp("infer")
+    passages = [(name, text[:40]) for name in ("json", "xml") for text in heads_data.passages(name, 20)]
+    heads_data.write_tasks(folder, passages)
+    (folder / "classify.jsonl").rename(folder / "labels.jsonl")
+    texts = [text[: 3 + 7 * at % 37] for at, (_, text) in enumerate(passages)]
+    heads_data.write(folder / "texts.jsonl", ({"text": text} for text in texts))
+    (folder / "mine.toml").write_text(SETTINGS, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, settings in RUNS.items():
+            ended = forge("train", "mine.toml", "--name", name, "--quiet", *settings)
+            assert ended.code == 0, ended.err
+            infer(folder, name, f"{name}.jsonl")
+    return folder
+
+
+def infer(folder: Path, run: str, out: str, *layout: str) -> list[dict[str, Any]]:
+    more = () if run == "embedding" else ("--outputs", "hidden", "--outputs", USUAL.get(run, "log_likelihood"))
+    ended = forge("infer", f"runs/{run}", "--data", "texts.jsonl", "--out", out, "--batch", "6", *more, *layout)
+    assert ended.code == 0, ended.err
+    return [json.loads(line) for line in (folder / out).read_text(encoding="utf-8").splitlines()]
+
+
+USUAL = {"class": "class"}
+
+
+@pytest.mark.parametrize(("run", "layout"), CASES)
+def test_gives_the_answers_of_one_process(desk: Path, monkeypatch: pytest.MonkeyPatch, run: str, layout: str) -> None:
+    monkeypatch.chdir(desk)
+    whole = [json.loads(line) for line in Path(f"{run}.jsonl").read_text().splitlines()]
+    found = infer(desk, run, f"{run}-{layout}.jsonl", "--nproc", "2", *LAYOUTS[layout])
+    if layout in EXACT:
+        assert Path(f"{run}-{layout}.jsonl").read_bytes() == Path(f"{run}.jsonl").read_bytes()
+    assert len(found) == len(whole) == 40
+    for mine, theirs in zip(found, whole, strict=True):
+        assert mine == {name: near(value) for name, value in theirs.items()}
+
+
+def near(value: Any) -> Any:
+    if isinstance(value, (list, dict)):
+        return pytest.approx(value, rel=1e-5, abs=1e-6)
+    return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value

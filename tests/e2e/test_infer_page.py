@@ -1,0 +1,33 @@
+"""The page “Score or embed a data set”, each command typed as it stands there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forge_cli import forge
+from pages import at_a_desk, blocks, typed
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+PAGE = "infer.md"
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_a_desk(tmp_path, monkeypatch)
+    (tmp_path / "questions.jsonl").write_text(blocks(PAGE, "json")[0], encoding="utf-8")
+    for words in typed(PAGE):
+        ended = forge(*words, environment={"FORGE_SET": "run.device=cpu"})
+        assert ended.code == 0, ended.err
+    exec(blocks(PAGE, "python")[0], {})  # what a reader would type
+    scores = [json.loads(line) for line in Path("scores.jsonl").read_text().splitlines()]
+    assert [one["id"] for one in scores] == ["q1", "q2", "q3"]
+    for name in ("again.jsonl", "shared.jsonl"):
+        assert Path(name).read_bytes() == Path("scores.jsonl").read_bytes()
+    for mine, theirs in zip(map(json.loads, Path("split.jsonl").read_text().splitlines()), scores, strict=True):
+        assert mine == {**theirs, "log_likelihood": pytest.approx(theirs["log_likelihood"], rel=1e-6)}
+    (state,) = map(json.loads, Path("states.jsonl").read_text().splitlines())
+    assert state["cut"] > 0
+    assert {"hidden", "log_likelihood", "tokens"} <= state.keys()
