@@ -12,7 +12,7 @@ from forge_train.base.strict_json import dumps
 from forge_train_kit.format import format_plural
 
 from . import screen
-from .options import json_option, nproc_option, plugins_option, set_option
+from .options import json_option, names_of, nproc_option, plugins_option, set_option
 
 if TYPE_CHECKING:
     from forge_train_tools.inference.infer import Inferred
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--data", multiple=True, required=True, metavar="SOURCE", help="Files, folders or patterns of records.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The file of JSON lines to write.")
-@click.option("--outputs", multiple=True, metavar="NAME", help="What to write; by default what fits the model's head.")
+@click.option(
+    "--outputs",
+    multiple=True,
+    metavar="A,B",
+    callback=names_of,
+    help="What to write; by default what fits the model's head.",
+)
 @click.option(
     "--field", default="", metavar="NAME", help="Field of the text; by default text, or prompt and completion."
 )

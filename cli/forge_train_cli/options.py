@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _names(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+def names_of(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
     """Names given with commas, or by repeating the option."""
     names = [name.strip() for value in values for name in value.split(",")]
     if not all(names):
@@ -29,9 +29,9 @@ def _names(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 _CONFIG = click.argument("config", required=False)
 plugins_option = click.option(
-    "--plugins", "-p", multiple=True, metavar="A,B", callback=_names, help="Enable these plugins too."
+    "--plugins", "-p", multiple=True, metavar="A,B", callback=names_of, help="Enable these plugins too."
 )
-_WITHOUT = click.option("--without", multiple=True, metavar="A,B", callback=_names, help="Disable these plugins.")
+_WITHOUT = click.option("--without", multiple=True, metavar="A,B", callback=names_of, help="Disable these plugins.")
 set_option = click.option(
     "--set",
     "-s",
