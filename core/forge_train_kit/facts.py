@@ -135,6 +135,12 @@ WEIGHS_LABELS = Fact(
     "True if the task that the plugin provides multiplies the loss of each label by the target `label_weights`, as "
     "`forge_train_kit.losses.batch_weight` and `batch_loss` do. Data with weights are refused by every other task.",
 )
+PACKED_PAIRS = Fact(
+    "task.packed_pairs",
+    bool,
+    "True if the task that the plugin provides learns from rows that hold several pairs, as "
+    "`forge_train_kit.reference.scores.AnswerScores` does. Packed pairs are refused by every other task.",
+)
 SAVES = Fact(
     "memory.saves",
     tuple[str, ...],

@@ -12,6 +12,7 @@ from forge_train.contract.batch import MASKED
 from forge_train.contract.protocols import Scalar
 
 __all__ = [
+    "ANSWERS",
     "LABEL_WEIGHTS",
     "LossFunction",
     "RowLosses",
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 LABEL_WEIGHTS = "label_weights"
 """Target with the weight of each label's loss, `[batch, sequence]` float32; without it, each counts 1."""
+ANSWERS = "answers"
+"""Target with the number that each token's answer has in its row, `[batch, sequence]` int64, where rows hold several
+answers; padding has the number after the last."""
 
 Listener = Callable[["Batch", "Tensor"], None]
 

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.dist]
 
 Settings = Mapping[str, Any]
 SIGMOID: Settings = {"dpo.beta": 0.5, "dpo.label_smoothing": 0.1, "dpo.sft_weight": 0.2, "dpo.chunk": 96}
+PACKED: Settings = {"text_pairs.packing": "best_fit", "train.sequence": 256}
 CASES: dict[str, tuple[int, tuple[str, ...], Settings, Settings]] = {
     "fsdp2, 2×2": (4, ("fsdp2",), {"parallel.dp_replicate": 2, "train.micro_batch": 2}, SIGMOID),
     "ddp2": (2, ("ddp",), {"train.micro_batch": 2}, {**SIGMOID, "dpo.length_normalised": True}),
@@ -38,9 +39,28 @@ CASES: dict[str, tuple[int, tuple[str, ...], Settings, Settings]] = {
     ),
     "pp2, simpo": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 4}, {"dpo.loss": "simpo"}),
     "pp2, orpo": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 4}, {"dpo.loss": "orpo"}),
+    "packed, fsdp2, 2×2": (
+        4,
+        ("fsdp2",),
+        {"parallel.dp_replicate": 2, "train.micro_batch": 1},
+        {**SIGMOID, **PACKED, "dpo.length_normalised": True},
+    ),
+    "packed, tp2": (2, ("tp",), {"parallel.tp": 2, "train.micro_batch": 4}, {**SIGMOID, **PACKED}),
+    "packed, cp2": (
+        2,
+        ("cp", "fsdp2"),
+        {"parallel.cp": 2, "train.micro_batch": 4},
+        {"dpo.loss": "ipo", "dpo.chunk": 96, **PACKED},
+    ),
+    "packed, pp2, stored": (
+        2,
+        ("pp",),
+        {"parallel.pp": 2, "train.micro_batch": 4},
+        {**SIGMOID, **PACKED, "dpo.stored": "packed.json"},
+    ),
 }
 """Processes, plugins, settings of the layout, and of the loss. All but one process accumulate gradients, over pairs of
-which some are short and some are cut; evaluations have padding."""
+which some are short and some are cut, or in rows of several pairs; evaluations have padding."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +77,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("decoder",),
         run={"seed": 3},
         train={"steps": 3, "global_batch": 16, "sequence": 48, "evaluate_every": 2, "evaluate_batches": 2},
-        decoder={"layers": 2, "max_sequence": 64, "vocabulary": 320},
+        decoder={"layers": 2, "max_sequence": 256, "vocabulary": 320},
         adamw={"lr": 1e-2},
     )
     settings = ("run.seed=5", "train.steps=2", "train.evaluate_every=0", f"text.path={__file__}", "text.held_out=0")
@@ -75,7 +95,7 @@ def request(data: Path, plugins: tuple[str, ...], **settings: Any) -> Request:
     return compositions._request(data / "dpo.toml", ("dpo", "text_pairs", *plugins), {**values, **settings})
 
 
-@pytest.mark.parametrize("case", marked(CASES, ["fsdp2, 2×2"]))
+@pytest.mark.parametrize("case", marked(CASES, ["fsdp2, 2×2", "packed, fsdp2, 2×2"]))
 def test_agrees_with_one_process(verify: Verifier, data: Path, case: str) -> None:
     world, plugins, layout, loss = CASES[case]
     loss = dict(loss)
@@ -86,7 +106,7 @@ def test_agrees_with_one_process(verify: Verifier, data: Path, case: str) -> Non
     ):  # computed by two ranks that share the pairs, and looked up by two that share the layers
         values = [*request(data, (), **loss, **stored).set, "train.steps=1", "train.micro_batch=2"]
         options = [part for one in values for part in ("-s", one)]
-        run = ("--run-dir", data, "--name", "first", "--nproc", "2")
+        run = ("--run-dir", data, "--name", Path(stored["dpo.stored"]).stem, "--nproc", "2")
         done = forge_cli.forge("train", data / "dpo.toml", "-p", "dpo,text_pairs,fsdp2", *run, *options)
         assert done.code == 0, done.err
     verdict = verify(request(data, plugins, **layout, **loss, **stored), world, steps=2, reference=reference)

@@ -39,7 +39,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     (tmp_path / "feedback.jsonl").write_text("".join(json.dumps(one) + "\n" for one in feedback), encoding="utf-8")
     commands = typed("preferences.md")
-    assert [words[0] for words in commands] == ["train", "eval", "generate", "train", "train", "train"]
+    assert [words[0] for words in commands] == ["train", "eval", "generate", "train", "train", "train", "train"]
     said = []
     for words in commands:
         small = SMALL + next((more for plugins, more in HELD_OUT.items() if plugins in words), "")
@@ -47,7 +47,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ended.code == 0, ended.err
         said.append(ended.out + ended.err)
     assert "accuracy" in said[1]
-    for name in ("aligned", "without-reference", "from-a-file", "judged"):
+    for name in ("aligned", "packed", "without-reference", "from-a-file", "judged"):
         task = "kto" if name == "judged" else "dpo"
         file = next((tmp_path / "runs" / name).rglob("metrics.jsonl"))
         metrics = [json.loads(line) for line in file.read_text().splitlines()]

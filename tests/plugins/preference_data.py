@@ -14,6 +14,7 @@ from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_plugins.data.text_feedback import TextFeedback
 from forge_train_plugins.data.text_pairs import TextPairs
 from forge_train_plugins.data.tokenizer import Tokenizer
+from forge_train_plugins.tasks.dpo import DPO
 
 COUNT = 13
 TRIMMING = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
@@ -21,6 +22,9 @@ TRIMMING = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "preference": [{"prompt": f"say {n}", "chosen": f"yes {n}", "rejected": f"no, not {n}"} for n in range(COUNT)],
     "embedding": [{"anchor": f"a {n}", "positive": f"the text of a {n}"} for n in range(COUNT)],
+    "packed": [
+        {"prompt": f"say {n}", "chosen": "yes " * (1 + n % 5), "rejected": f"no, not {n}"} for n in range(COUNT)
+    ],
     "feedback": [{"prompt": f"say {n}", "completion": f"no {n}", "label": n % 3 == 0} for n in range(COUNT)],
 }
 
@@ -36,7 +40,7 @@ def job(here: Path, rank: int = 0, ranks: int = 1, micro_batch: int = 2, sequenc
         hooks=SimpleNamespace(
             call=lambda spec, arguments: plugin.tokenizer(None),  # type: ignore[arg-type]
             provider=lambda slot: slot,
-            plugins={"tokenizer": plugin},
+            plugins={"tokenizer": plugin, "task": DPO},
         ),
         config=SimpleNamespace(
             train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch, evaluate_every=0),
@@ -49,13 +53,15 @@ def job(here: Path, rank: int = 0, ranks: int = 1, micro_batch: int = 2, sequenc
 
 
 def opened(here: Path, kind: str = "preference", name: str = "records.jsonl", **options: Any) -> Any:
-    """The plugin that reads a kind of records. A template is its text."""
+    """The plugin that reads a kind of records, preferences also `packed`. A template is its text."""
     plugin = TextFeedback if kind == "feedback" else TextPairs
     if text := options.get("template"):
         (here / "own.jinja").write_text(text, encoding="utf-8")
         options["template"] = str(here / "own.jinja")
     if kind == "embedding":
         options["kind"] = kind
+    if kind == "packed":
+        options["packing"] = "best_fit"
     options = {"path": str(here / name), "cache": str(here / "cache"), "held_out": 0.0, **options}
     return plugin(plugin.Config(**options))
 

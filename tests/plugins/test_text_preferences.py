@@ -21,7 +21,9 @@ def test_one_order_on_any_number_of_ranks_resumed_twice(here: Path, kind: str) -
     write(here, *RECORDS[kind])
 
     def rows(ranks: int, micro_batch: int, state: Any, count: int) -> tuple[list[Any], Any]:
-        loaders = [opened(here, kind).build_data(job(here, one, ranks, micro_batch), "train") for one in range(ranks)]
+        loaders = [
+            opened(here, kind).build_data(job(here, one, ranks, micro_batch, 64), "train") for one in range(ranks)
+        ]
         for loader in loaders:
             if state:
                 loader.load_state_dict(state)

@@ -26,43 +26,54 @@ def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key
             those on its `left` or `right`.
         packing: `best_fit`, several in a row; `pad`, one; or `buckets`.
         key: the section that messages name.
-        together: documents that belong together: all of them are dropped if one is.
+        together: 2 for pairs: both are dropped if one is. `best_fit` puts them into the same row, so that it is the
+            pair that may be longer than a row; of such a pair, texts of more than half a row are cut.
 
     Raises:
         ConfigError: there is a longer one, and it is to be refused.
     """
-    lengths = documents.lengths()
-    longer = lengths > sequence
-    if long == "refuse" and longer.any():
+    lengths, unit = documents.lengths(), 1 if packing == "pad" else together
+    units = lengths.reshape(-1, unit).sum(1)
+    if long == "refuse" and (longer := units > sequence).any():
         raise ConfigError(
-            f"{key}.long: {int(longer.sum()):,} of {len(lengths):,} texts are longer than a row of "
-            f"{sequence:,} tokens, the longest has {int(lengths.max()):,}. Raise train.sequence, or choose "
+            f"{key}.long: {int(longer.sum()):,} of {len(units):,} {'texts' if unit == 1 else 'pairs'} are longer than "
+            f"a row of {sequence:,} tokens, the longest has {int(units.max()):,}. Raise train.sequence, or choose "
             "drop, left or right."
         )
+    room = _room(lengths, sequence) if unit == 2 else np.full(len(lengths), sequence)
+    longer = lengths > room
     kept = ~longer.reshape(-1, together).any(1).repeat(together)
     document = np.flatnonzero(kept) if long == "drop" else np.arange(len(lengths))
-    length = np.minimum(lengths, sequence)[document]
+    length = np.minimum(lengths, room)[document]
     start = (lengths[document] - length) if long == "left" else np.zeros(len(document), np.int64)
 
     if documents.masked and long in ("left", "right"):
-        _check_learned(documents, document[longer], start[longer], sequence, long=long, key=key)
+        _check_learned(documents, document[longer], start[longer], room[longer], long=long, key=key)
 
     def packed() -> Pieces:
-        made = arranged(length, sequence, packing)
-        return Pieces(document[made.order], start[made.order], length[made.order], made.row_ends)
+        made = arranged(length.reshape(-1, unit).sum(1), sequence, packing)
+        order = (made.order[:, None] * unit + np.arange(unit)).ravel()
+        return Pieces(document[order], start[order], length[order], made.row_ends * unit)
 
-    return packed() if packing == "pad" else planned(documents, f"{packing} {sequence} {long}", packed)
+    options = f"{packing} {sequence} {long}{' pairs' if unit == 2 else ''}"
+    return packed() if packing == "pad" else planned(documents, options, packed)
 
 
-def _check_learned(documents: Documents, document: Int64, start: Int64, sequence: int, *, long: Long, key: str) -> None:
+def _room(lengths: Int64, sequence: int) -> Int64:
+    """The tokens that a row has for each text of a pair: half of them, or what the other text leaves."""
+    other = lengths.reshape(-1, 2)[:, ::-1].ravel()
+    return np.maximum(sequence // 2, sequence - other)
+
+
+def _check_learned(documents: Documents, document: Int64, start: Int64, length: Int64, *, long: Long, key: str) -> None:
     """Refuse to cut away all that is learned of a document.
 
     Raises:
         ConfigError: with the number of such documents.
     """
-    kept = np.zeros(sequence, np.bool_)
     bare = 0
-    for one, first in zip(document.tolist(), start.tolist(), strict=True):
+    for one, first, size in zip(document.tolist(), start.tolist(), length.tolist(), strict=True):
+        kept = np.zeros(size, np.bool_)
         documents.learned(documents.span(one)[0] + first, kept)
         bare += not kept.any()
     if bare:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from forge_train.contract.batch import TOKENS, Batch
 
-from ..losses import LABEL_WEIGHTS
+from ..losses import ANSWERS, LABEL_WEIGHTS
 from .documents import Int64
 from .mismatched import with_mismatched
 from .plugin import Prefetch
@@ -209,13 +209,14 @@ def as_batch(arrays: Arrays, *, pin: bool, target: str = SOURCE) -> Batch:
         return made.pin_memory() if pin else made
 
     positions, documents = arrays.position_ids, arrays.document_ids
-    targets = {target: arrays.sources, LABEL_WEIGHTS: arrays.weights}
+    along = {LABEL_WEIGHTS: arrays.weights, ANSWERS: arrays.answers}
+    targets = {target: arrays.sources, **along}
     made = Batch(
         tensor(arrays.inputs),
         tensor(arrays.labels),
         None if positions is None else tensor(positions),
         None if documents is None else tensor(documents),
         targets={name: tensor(one) for name, one in targets.items() if one is not None},
-        axes={} if arrays.weights is None else {LABEL_WEIGHTS: TOKENS},
+        axes={name: TOKENS for name, one in along.items() if one is not None},
     )
     return made if arrays.mismatched is None else with_mismatched(made, as_batch(arrays.mismatched, pin=pin))

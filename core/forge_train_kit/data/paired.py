@@ -1,4 +1,4 @@
-"""Pairs of documents as rows: the two of a pair follow each other in every micro-batch."""
+"""Pairs of documents as rows: two that follow each other in every micro-batch, or one that holds several pairs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from forge_train import ConfigError
 
-from .documents import Int64
-from .rows import Arrays, Rows
+from .documents import Documents, Int64
+from .rows import Arrays, PackedRows, Pieces, Rows
 from .stream import Ordered
 
 
@@ -76,3 +76,20 @@ class Paired:
             ConfigError: the state belongs to other content.
         """
         self._order.load_state_dict(state, samples)
+
+
+class PackedPairs(PackedRows):
+    """Several pairs in a row: its documents are 0 and 1 of its first pair, then those of the next one.
+
+    `Arrays.sources`, `[rows, answers]`, is 0, 1, 0, 1, … for the documents of a row, and -1 up to the most that a row
+    has. `Arrays.answers` are the numbers of documents.
+    """
+
+    def __init__(self, documents: Documents, sequence: int, pieces: Pieces, *, pad: int) -> None:
+        super().__init__(documents, sequence, pieces, pad=pad)
+        self._counts = np.diff(pieces.row_ends, prepend=0)
+
+    def read(self, rows: Int64) -> Arrays:
+        own, place = super().read(rows), np.arange(self._counts.max())
+        sources = np.where(place < self._counts[rows, None], place % 2, -1)
+        return replace(own, sources=sources, answers=own.document_ids)

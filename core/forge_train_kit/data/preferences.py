@@ -75,6 +75,8 @@ class PreferencePlugin(Plugin):
     """Documents of one unit."""
     chat: bool = True
     """True if a chat template renders the records."""
+    packing: str = "pad"
+    """`pad`, one text in a row, or `best_fit`, several."""
     config: Any
     _sides: Mapping[Side, Any] | None = None
     _epoch: Pieces | None = None
@@ -92,17 +94,23 @@ class PreferencePlugin(Plugin):
         """The contents of rows of `sequence` tokens."""
         from .fit import fitted
 
-        return fitted(documents, sequence, long=self.config.long, packing="pad", key=self.key, together=self.group)
+        long, packing = self.config.long, self.packing
+        return fitted(documents, sequence, long=long, packing=packing, key=self.key, together=self.group)
 
     def stream(self, documents: Any, sequence: int, pieces: Pieces, pad: int, **order: Any) -> Stream:
         """The rows of one side; `order` are the arguments `seed`, `key` and `fixed` of a stream."""
         raise NotImplementedError
 
-    def sources(self, job: Job, each: str) -> Iterator[tuple[str, str]]:
-        """Yield the stages that all these plugins have: for `data_stages`. `each` says what a record is."""
+    def sources(self, job: Job, each: str, row: str) -> Iterator[tuple[str, str]]:
+        """Yield the stages that all these plugins have: for `data_stages`.
+
+        Args:
+            each: the name of a record.
+            row: the contents of a row.
+        """
         from .files import find
         from .manifest import FILE, open_prepared
-        from .stages import counted, order
+        from .stages import counted, order, padding
 
         yield "order", order(job, shuffle=self.config.shuffle)
         try:
@@ -111,10 +119,13 @@ class PreferencePlugin(Plugin):
             if (wanted.out / FILE).is_file():
                 found = open_prepared(wanted.out, key=f"{self.key}.path").sides
                 known = "; " + ", ".join(f"{one.count // 2:,} {self.unit} for {side}" for side, one in found.items())
+                pieces = self.pieces(self.documents(found["train"]), job.config.train.sequence)
+                row += f"; {padding(pieces, job)}"
             yield "source", f"{counted(files)}{known}"
             yield "decode", f"each record is {each}"
         except ConfigError as error:
             yield "source", str(error)
+        yield "pack", row
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -146,11 +157,14 @@ class PreferencePlugin(Plugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Say how much is learned."""
+        """Say how much is learned, and how much of the rows is padding."""
+        from . import progress
         from .learned import tell_learned
+        from .stages import padding
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
             tell_learned(self.key, self.unit, self._sides, self._epoch, job, group=self.group)
+            progress.tell(f"{self.key}: {padding(self._epoch, job)}")
         self._job = job
 
     @hookimpl

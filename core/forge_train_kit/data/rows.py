@@ -28,9 +28,11 @@ class Arrays:
     document_ids: Int64 | None = None
     sources: Int64 | None = None
     """Source of each row in a mixture, its place in its pair, or 1 for a desirable answer and 0 for an undesirable one,
-    `[rows]`; -1 in rows that do not count."""
+    `[rows]`; -1 in rows that do not count. Of packed pairs, the place of each answer, `[rows, answers]`."""
     weights: Weights | None = None
     """Weight of each label's loss, `[rows, sequence]`; None if all weigh 1."""
+    answers: Int64 | None = None
+    """The answer of its row that each token of packed pairs belongs to, `[rows, sequence]`."""
     mismatched: Arrays | None = None
     """As many rows again: the prompt of each with the answer of another, for feedback."""
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .documents import Documents
     from .files import File
     from .held_out import Side
+    from .rows import Pieces
 
 _PACKING = {
     "split": "all documents as one text, cut every {} tokens",
@@ -60,6 +61,13 @@ def order(job: Job, *, shuffle: bool) -> str:
 def passes(rows: int, needed: float) -> str:
     """Describe how often a run goes through its rows."""
     return f"{rows:,} sequences an epoch, {part(needed / rows)} epochs in this run"
+
+
+def padding(pieces: Pieces, job: Job) -> str:
+    """Describe how much of rows is padding, and how much it would be with one text in a row."""
+    tokens, sequence = int(pieces.length.sum()), job.config.train.sequence
+    now, alone = (1 - tokens / max(len(rows) * sequence, 1) for rows in (pieces.row_ends, pieces.document))
+    return f"{now:.1%} of the rows is padding" + (f" ({alone:.1%} with one text in a row)" if now < alone else "")
 
 
 def part(epochs: float) -> str:

@@ -5,21 +5,38 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train.contract.batch import MASKED
 from forge_train.mesh.tensors import full_tensor
 
+from ..losses import ANSWERS
 from .chunks import sum_in_chunks
-from .pooling import sum_of_slices
+from .pooling import MEMBER, sum_of_slices
 
 if TYPE_CHECKING:
+    from forge_train.contract.batch import Batch
     from forge_train.plugin.job import Job
 
 
+def answers_of(batch: Batch) -> tuple[Tensor, int] | None:
+    """The number of each token's answer in its row, and the largest number of answers of a row: for
+    `row_log_probabilities`; None if each row is one answer."""
+    numbers = batch.targets.get(ANSWERS)
+    return None if numbers is None else (numbers, batch.targets[MEMBER].shape[1])
+
+
 def row_log_probabilities(
-    hidden: Tensor, head: nn.Module, labels: Tensor, job: Job, *, chunk: int = 0, gathered: bool = False
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    job: Job,
+    *,
+    chunk: int = 0,
+    gathered: bool = False,
+    answers: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The summed log-probability of the unmasked labels of each row, and their number; both `[batch]` fp32.
 
@@ -35,14 +52,27 @@ def row_log_probabilities(
         chunk: tokens whose logits exist at once; 0 chooses.
         gathered: whether every rank gathers the logits of a chunk: before a step or an evaluation, outside of the spans
             in which torch computes with logits that are sharded over the vocabulary (`loss_parallel`).
+        answers: where rows hold several answers, the number of each token's in its row, `[batch, sequence]`, and how
+            many a row has at most: both results are then of answers, `[batch × most]`, row by row.
     """
-    sums = sum_in_chunks(partial(_by_row, head, gathered), head, chunk, hidden, labels)
-    return sum_of_slices(sums, job), sum_of_slices((labels != MASKED).sum(1).float(), job)
+    numbers, most = ((), 0) if answers is None else ((answers[0],), answers[1])
+    sums = sum_in_chunks(partial(_by_row, head, gathered, most), head, chunk, hidden, labels, *numbers)
+    return sum_of_slices(sums, job), sum_of_slices(_summed((labels != MASKED).float(), most, *numbers), job)
 
 
-def _by_row(head: nn.Module, gathered: bool, hidden: Tensor, labels: Tensor) -> Tensor:
-    """`[batch]`, of one chunk."""
+def _by_row(
+    head: nn.Module, gathered: bool, most: int, hidden: Tensor, labels: Tensor, numbers: Tensor | None = None
+) -> Tensor:
+    """`[batch]` or `[batch × most]`, of one chunk."""
     logits = full_tensor(head(hidden)) if gathered else head(hidden)
     log_probabilities = F.log_softmax(logits.float().flatten(0, 1), -1)
     each = full_tensor(F.nll_loss(log_probabilities, labels.flatten(), ignore_index=MASKED, reduction="none"))
-    return -each.view(labels.shape).sum(1)
+    return -_summed(each.view(labels.shape), most, numbers)
+
+
+def _summed(each: Tensor, most: int, numbers: Tensor | None = None) -> Tensor:
+    """Sums over rows, or over the tokens of each number from 0 on; in a fixed order on every device."""
+    if numbers is None:
+        return each.sum(1)
+    own = numbers.unsqueeze(-1) == torch.arange(most, device=each.device)
+    return torch.where(own, each.unsqueeze(-1), 0).sum(1).flatten()

@@ -20,7 +20,8 @@ POOLING = "pooling"
 
 
 MEMBER = "member"
-"""The target that says which of its pair each row is, `[batch]` int64: 0 or 1, and -1 for rows that do not count."""
+"""The target that says which of its pair each row is, `[batch]` int64: 0 or 1, and -1 for rows that do not count. Where
+rows hold several pairs, it is `[batch, answers]`, and -1 fills rows with fewer answers."""
 
 
 def prepare_pooling(pooling: Pooling) -> PrepareBatch:
@@ -48,11 +49,12 @@ def _weigh(pooling: Pooling, batch: Batch) -> Batch:
 
 
 def pair_weights(batch: Batch) -> Tensor:
-    """1 for each pair of rows 2i and 2i + 1, and 0 for padding, whose target `member` is -1; `[batch / 2]` fp32."""
+    """1 for each pair of rows 2i and 2i + 1, or of answers in a row, and 0 for padding, whose target `member` is -1;
+    `[pairs]` fp32."""
     member = batch.targets.get(MEMBER)
     if member is None:
         return torch.ones(len(batch.inputs) // 2, device=batch.inputs.device)
-    return (member[0::2] >= 0).float()
+    return (member.flatten()[0::2] >= 0).float()
 
 
 def pool(values: Tensor, batch: Batch, job: Job) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_train import Batch, Job
 
-from ..model import is_imagined, row_log_probabilities, without_updates
+from ..model import answers_of, is_imagined, row_log_probabilities, without_updates
 from .plugin import REFERENCE
 from .stored import TARGET
 
@@ -37,8 +37,9 @@ class AnswerScores:
     def compared(
         self, part: nn.Module, hidden: Tensor, batch: Batch, *, gathered: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The log-probability of each row's answer, its number of tokens (at least 1), and the log-probability less the
-        reference's, or the same without a reference; all `[batch]` fp32. For `gathered`, see `row_log_probabilities`.
+        """The log-probability of each answer, its number of tokens (at least 1), and the log-probability less the
+        reference's, or the same without a reference; all fp32, `[batch]`, or `[batch × answers]` where rows hold
+        several pairs. For `gathered`, see `row_log_probabilities`.
         """
         sums, tokens = self._scores(part, hidden, batch, gathered)
         reference = self._reference(part, batch, gathered)
@@ -53,9 +54,9 @@ class AnswerScores:
 
     @torch.no_grad()
     def _reference(self, part: nn.Module, batch: Batch, gathered: bool) -> Tensor | None:
-        """The reference's log-probability of each row, `[batch]`; None without a reference."""
+        """The reference's log-probability of each answer; None without a reference."""
         if (stored := batch.targets.get(TARGET)) is not None:
-            return stored
+            return stored.flatten()
         if self.own_reference:
             with without_updates(part):
                 return self._scores(part, part(batch.inputs, **batch.model_inputs()), batch, gathered)[0]
@@ -65,5 +66,5 @@ class AnswerScores:
         return self._scores(reference.parts[-1], hidden, batch, gathered)[0]
 
     def _scores(self, part: nn.Module, hidden: Tensor, batch: Batch, gathered: bool) -> tuple[Tensor, Tensor]:
-        head, chunk = part.get_submodule("head"), self.config.chunk
-        return row_log_probabilities(hidden, head, batch.labels, self.job, chunk=chunk, gathered=gathered)
+        head, more = part.get_submodule("head"), {"chunk": self.config.chunk, "gathered": gathered}
+        return row_log_probabilities(hidden, head, batch.labels, self.job, **more, answers=answers_of(batch))

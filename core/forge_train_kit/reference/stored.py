@@ -19,11 +19,12 @@ from forge_train.checkpoint.checkpoint import resolve
 from forge_train.checkpoint.seal import weights_digest
 
 from .. import hookspecs
-from ..model import row_log_probabilities
+from ..model import answers_of, row_log_probabilities
 from .plugin import REFERENCE, ReferencePlugin
 
 TARGET = "reference_log_probability"
-"""The target with the summed log-probability of each row's answer, `[batch]` fp32."""
+"""The target with the summed log-probability of each answer, `[batch]` fp32; `[batch, answers]` where rows hold several
+pairs."""
 Split = Literal["train", "validation"]
 
 
@@ -46,9 +47,11 @@ class StoredReference:
     """Of the batch that the reference is about to see, while the file is computed."""
 
     def __call__(self, batch: Batch) -> Batch:
+        answers = answers_of(batch)
+        shape = batch.inputs.shape[:1] if answers is None else (len(batch.inputs), answers[1])
         if batch.inputs.is_meta:  # a plan
-            return batch.with_targets({TARGET: torch.zeros(len(batch.inputs), device="meta")})
-        keys = [answer_key(inputs, labels) for inputs, labels in zip(batch.inputs, batch.labels, strict=True)]
+            return batch.with_targets({TARGET: torch.zeros(shape, device="meta")})
+        keys = [*_keys(batch, answers)]
         if self._keys is not None:
             self._keys = keys
             return batch
@@ -60,7 +63,7 @@ class StoredReference:
                 f"{plugin.key}.stored: {plugin.config.stored} has no log-probability for an answer of the data."
             )
         found = [self._known[key] for key in keys]
-        return batch.with_targets({TARGET: torch.tensor(found, dtype=torch.float32)})
+        return batch.with_targets({TARGET: torch.tensor(found, dtype=torch.float32).view(shape)})
 
     def _obtained(self) -> dict[str, float]:
         """The file's content, which the reference computes where there is no file.
@@ -102,7 +105,7 @@ class StoredReference:
                 if content["data"].get(split) != identity:
                     raise ConfigError(
                         f"{self.plugin.key}.stored: {file} was computed from other {split} data, or with another "
-                        "template, tokenizer or train.sequence; name a new file."
+                        "template, tokenizer, packing or train.sequence; name a new file."
                     )
         found: dict[str, float] = content["log_probabilities"]
         return found
@@ -128,7 +131,8 @@ class StoredReference:
         yield first
         last = first
         for _ in rest:
-            if split == "validation" and any(dist.gather_objects(bool((last.targets[rows] < 0).any()))):
+            padding = (last.targets[rows].view(len(last.inputs), -1) < 0).all(1)  # packed rows are partly filled
+            if split == "validation" and any(dist.gather_objects(bool(padding.any()))):
                 return
             yield (last := next(loader))
 
@@ -140,8 +144,20 @@ class StoredReference:
         hidden = reference(batch.inputs, **batch.model_inputs())
         head = reference.parts[-1].get_submodule("head")
         chunk = self.plugin.config.chunk
-        sums, _ = row_log_probabilities(hidden, head, batch.labels, job, chunk=chunk, gathered=True)
+        answers = answers_of(batch)
+        sums, _ = row_log_probabilities(hidden, head, batch.labels, job, chunk=chunk, gathered=True, answers=answers)
         return {key: value for key, value in zip(self._keys or (), sums.tolist(), strict=True) if key}
+
+
+def _keys(batch: Batch, answers: tuple[Tensor, int] | None) -> Iterator[str]:
+    """A key for each answer of a batch: the same whether it has a row for itself or not."""
+    for row, (inputs, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
+        if answers is None:
+            yield answer_key(inputs, labels)
+            continue
+        for number in range(answers[1]):
+            own = answers[0][row] == number
+            yield answer_key(inputs[own], labels[own])
 
 
 def answer_key(inputs: Tensor, labels: Tensor) -> str:

@@ -64,8 +64,8 @@ class TextFeedback(PreferencePlugin):
         yield "render", f"chat template: {config.template or 'of the tokenizer'}; learned: the answer"
         yield "filter", held_out(config.held_out, "answers by the hash of their prompt")
         yield "filter", f"answers longer than a row with their prompt: {config.long}"
-        yield "pack", "one answer in a row; beside it, its prompt with the answer of another"
-        yield from self.sources(job, "an answer with a label")
+        row = "one answer in a row; beside it, its prompt with the answer of another"
+        yield from self.sources(job, "an answer with a label", row)
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:

@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forge_train import Batch, ConfigError, Problem, hookimpl, section
+from forge_train.contract.batch import TOKENS
 from forge_train_kit.data.preferences import PreferencePlugin, PreferenceSection
+from forge_train_kit.facts import PACKED_PAIRS
+from forge_train_kit.losses import ANSWERS
 
 if TYPE_CHECKING:
     from forge_train import Job, Loader
@@ -26,6 +29,11 @@ class TextPairs(PreferencePlugin):
     The labels are the tokens of the answer, or of the whole text; all other labels are masked. `document_ids` is 0 for
     text; the padding after it has another id. `dpo`, `reward` and `embed` learn from pairs. Your own task
     distinguishes the two rows, and declares `takes = {"build_data": ("pairs",)}`.
+
+    With `packing = "best_fit"`, a row holds several pairs, the chosen answer of each before its rejected one. `member`
+    is then `[batch, answers]`, where -1 fills rows with fewer answers, and the target `answers`, `[batch, sequence]`,
+    has the number of each token's answer in its row. `dpo` learns from such rows; your own task does if it states the
+    fact `task.packed_pairs`.
     """
 
     gives: ClassVar[Mapping[str, str]] = {"build_data": "pairs"}
@@ -37,6 +45,9 @@ class TextPairs(PreferencePlugin):
         kind: Literal["preference", "embedding"] = "preference"
         """`preference`: records with `prompt`, `chosen` and `rejected`, as strings or lists of messages. `embedding`:
         records with the texts `anchor` and `positive`."""
+        packing: Literal["pad", "best_fit"] = "pad"
+        """One text in a row; or `best_fit`, several preference pairs in a row, both answers of each. `long` is then
+        about pairs that are longer than a row."""
 
     config: Config
 
@@ -44,12 +55,20 @@ class TextPairs(PreferencePlugin):
     def chat(self) -> bool:  # type: ignore[override]
         return self.config.kind == "preference"
 
+    @property
+    def packing(self) -> str:  # type: ignore[override]
+        return self.config.packing
+
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         yield from super().check_config(config)
         for name in ("template", "template_options", "split_special_tokens"):
             if not self.chat and getattr(self.config, name):
                 yield Problem(f"text_pairs.{name}", "has no effect on texts (text_pairs.kind = 'embedding').")
+        if self.packing != "pad":
+            if not self.chat:
+                yield Problem("text_pairs.packing", "texts (text_pairs.kind = 'embedding') take a row each; remove it.")
+            return
         own = config.train.micro_batch
         written = config.as_written.get("train", {}).get("micro_batch", own)  # 0 is filled in later
         if written % 2:
@@ -63,10 +82,12 @@ class TextPairs(PreferencePlugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Side) -> Loader:
-        if job.config.train.micro_batch % 2:  # 0 in a file is the rank's share, known only now
+        self._check_task(job)
+        size = job.config.train.micro_batch  # 0 in a file is the rank's share, known only now
+        if size % 2 and self.packing == "pad":
             raise ConfigError(
-                f"train.micro_batch: {job.config.train.micro_batch} is odd, but a pair is two sequences of one "
-                "micro-batch; set it to an even number."
+                f"train.micro_batch: {size} is odd, but a pair is two sequences of one micro-batch; set it to an even "
+                "number."
             )
         return super().build_data(job, split)
 
@@ -77,10 +98,12 @@ class TextPairs(PreferencePlugin):
         config, chat = self.config, f"chat template: {self.config.template or 'of the tokenizer'}"
         yield "render", f"{chat}; learned: both answers" if self.chat else "texts as they are"
         yield "filter", held_out(config.held_out, "pairs by the hash of their first text")
-        yield "filter", f"pairs with a member longer than a row: {config.long}"
-        rows = "chosen, rejected" if self.chat else "anchor, positive"
-        yield "pack", f"one text in a row; a pair is two rows, {rows}"
-        yield from self.sources(job, "a pair")
+        longer, order = "pairs", "chosen, rejected" if self.chat else "anchor, positive"
+        row = f"several pairs in a row, each {order}"
+        if self.packing == "pad":
+            longer, row = "pairs with a member", f"one text in a row; a pair is two rows, {order}"
+        yield "filter", f"{longer} longer than a row: {config.long}"
+        yield from self.sources(job, "a pair", row)
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
@@ -90,13 +113,34 @@ class TextPairs(PreferencePlugin):
 
         from forge_train_kit.data.loader import example
 
-        return replace(example(job, isolate=True), targets={"member": torch.arange(job.config.train.micro_batch) % 2})
+        made, member = example(job, isolate=True), torch.arange(job.config.train.micro_batch) % 2
+        if self.packing == "pad":
+            return replace(made, targets={"member": member})
+        self._check_task(job)
+        made = replace(made, targets={"member": torch.arange(2).repeat(len(member), 1)})
+        return made.with_targets({ANSWERS: made.inputs}, TOKENS)
 
     def records(self) -> Mapping[str, Any]:
         return {"pairs": self.config.kind}
 
     def stream(self, documents: Documents, sequence: int, pieces: Pieces, pad: int, **order: Any) -> Stream:
-        from forge_train_kit.data.paired import Paired
+        from forge_train_kit.data.paired import PackedPairs, Paired
         from forge_train_kit.data.rows import PackedRows
+        from forge_train_kit.data.stream import Ordered
 
+        if self.packing != "pad":
+            return Ordered(PackedPairs(documents, sequence, pieces, pad=pad), **order)
         return Paired(PackedRows(documents, sequence, pieces, pad=pad), **order)
+
+    def _check_task(self, job: Job) -> None:
+        """Refuse packed pairs for a task that compares whole rows.
+
+        Raises:
+            ConfigError: it does.
+        """
+        task = job.hooks.provider("task")
+        if self.packing != "pad" and task and not PACKED_PAIRS.of(job.hooks.plugins[task]):
+            raise ConfigError(
+                f"text_pairs.packing: plugin {task!r}, which provides the task, learns from pairs of rows (fact "
+                "task.packed_pairs); set it to pad."
+            )

@@ -33,6 +33,7 @@ class DPO(ReferencePlugin):
 
     api = (1, 0)
     key, data, member = "dpo", "text_pairs", "member"
+    facts = {"task.packed_pairs": True}
     gives: ClassVar[Mapping[str, str]] = {"task": "preferences"}
     takes: ClassVar[Mapping[str, tuple[str, ...]]] = {"head": ("token_logits",), "build_data": ("pairs",)}
 
