@@ -94,9 +94,10 @@ def sigmoid(w: Tensor, r: Tensor, ref_w: Tensor, ref_r: Tensor, beta: float = 0.
     return -(1 - smoothing) * p.log() - smoothing * (1 - p).log()
 
 
-def ipo(w: Tensor, r: Tensor, ref_w: Tensor, ref_r: Tensor, tau: float) -> Tensor:
-    """arXiv:2310.12036, eq. 17."""
-    return ((w + ref_r - r - ref_w) - 1 / (2 * tau)) ** 2
+def ipo(w: Tensor, r: Tensor, ref_w: Tensor, ref_r: Tensor, tau: float, swapped: float = 0.0) -> Tensor:
+    """arXiv:2310.12036, eq. 17, of pairs of which that share is swapped."""
+    both = [((w + ref_r - r - ref_w) - 1 / (2 * tau)) ** 2, ((r + ref_w - w - ref_r) - 1 / (2 * tau)) ** 2]
+    return (1 - swapped) * both[0] + swapped * both[1]
 
 
 def simpo(w: Tensor, r: Tensor, beta: float, gamma: float) -> Tensor:
@@ -104,10 +105,12 @@ def simpo(w: Tensor, r: Tensor, beta: float, gamma: float) -> Tensor:
     return -torch.log(1 / (1 + torch.exp(-(beta * w - beta * r - gamma))))
 
 
-def orpo(w: Tensor, r: Tensor, lam: float) -> Tensor:
-    """arXiv:2403.07691, eq. 6 and 7, of log-probabilities divided by lengths."""
+def orpo(w: Tensor, r: Tensor, lam: float, swapped: float = 0.0) -> Tensor:
+    """arXiv:2403.07691, eq. 6 and 7, of log-probabilities divided by lengths; of pairs of which that share is swapped,
+    but for the likelihood."""
     odds = [one.exp() / (1 - one.exp()) for one in (w, r)]
-    return -w - lam * torch.log(1 / (1 + torch.exp(-torch.log(odds[0] / odds[1]))))
+    ratios = [-torch.log(1 / (1 + torch.exp(-torch.log(a / b)))) for a, b in (odds, odds[::-1])]
+    return -w + lam * ((1 - swapped) * ratios[0] + swapped * ratios[1])
 
 
 NORMALISED = {"length_normalised": True}
@@ -122,6 +125,18 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         lambda w, r, ref_w, ref_r: simpo(w, r, 2.5, 1.4),
     ),
     "orpo": ({"loss": "orpo", "beta": 0.2, **NORMALISED}, lambda w, r, ref_w, ref_r: orpo(w, r, 0.2)),
+    "smoothed ipo": (
+        {"loss": "ipo", "beta": 0.3, "label_smoothing": 0.2},
+        lambda w, r, ref_w, ref_r: ipo(w, r, ref_w, ref_r, 0.3, 0.2),
+    ),
+    "smoothed simpo": (
+        {"loss": "simpo", "beta": 2.5, "target_margin": 1.4, "label_smoothing": 0.2, **NORMALISED},
+        lambda w, r, ref_w, ref_r: 0.8 * simpo(w, r, 2.5, 1.4) + 0.2 * simpo(r, w, 2.5, -1.4),
+    ),
+    "smoothed orpo": (
+        {"loss": "orpo", "beta": 0.2, "label_smoothing": 0.2, **NORMALISED},
+        lambda w, r, ref_w, ref_r: orpo(w, r, 0.2, 0.2),
+    ),
 }
 
 
@@ -145,7 +160,7 @@ def test_losses_and_gradients_are_those_of_the_papers(name: str, chunk: int) -> 
     wanted = torch.autograd.grad(expected, [hidden, *part.parameters()])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-4, atol=1e-5)
+        assert float((one - other).norm()) <= 1e-5 * float(other.norm())
     assert task.weight(batch) == 3
 
 
@@ -389,7 +404,6 @@ def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, 
         ({"dpo__beta": -1.5}, r"dpo\.beta: .*greater than 0"),
         ({"dpo__label_smoothing": 0.5}, r"dpo\.label_smoothing: .*less than 0\.5"),
         ({"dpo__target_margin": 1}, r"dpo\.target_margin: has no effect with dpo\.loss = 'sigmoid'"),
-        ({"dpo__loss": "ipo", "dpo__label_smoothing": 0.1}, r"dpo\.label_smoothing: has no effect with .* 'ipo'"),
         ({"dpo__loss": "orpo", "dpo__sft_weight": 0.1}, r"dpo\.sft_weight: has no effect with .* contains this term"),
         ({"dpo__loss": "simpo", "dpo__weights": "x"}, r"dpo\.weights: has no effect with dpo\.loss = 'simpo'"),
         ({"train__init_from": "BASE", "train__init_map": "m:M"}, r"train\.init_map: changes the model and not its ref"),

@@ -33,8 +33,21 @@ LABELS = (1, 0, 1, 1, 0, -1)
 LENGTHS = (5, 3, 1, 4, 7, 6)
 
 
-def kto(ratios: Sequence[Tensor], labels: Sequence[int], point: float, beta: float, good: float, bad: float) -> Tensor:
-    """arXiv:2402.01306, eq. 8, summed: λ_y − v(x, y), of r = log π(y|x) / π_ref(y|x)."""
+def kto(
+    ratios: Sequence[Tensor],
+    labels: Sequence[int],
+    point: float,
+    beta: float,
+    good: float,
+    bad: float,
+    wrong: float = 0.0,
+) -> Tensor:
+    """arXiv:2402.01306, eq. 8, summed: λ_y − v(x, y), of r = log π(y|x) / π_ref(y|x), if that share of the labels is
+    wrong."""
+    if wrong:
+        other = [1 - label if label >= 0 else label for label in labels]
+        right = kto(ratios, labels, point, beta, good, bad)
+        return (1 - wrong) * right + wrong * kto(ratios, other, point, beta, good, bad)
     total = torch.zeros((), dtype=torch.float64)
     for ratio, label in zip(ratios, labels, strict=True):
         if label == 1:
@@ -60,9 +73,11 @@ def case() -> tuple[nn.ModuleDict, Tensor, Batch]:
 
 @pytest.mark.parametrize("chunk", [0, 6, 1000])
 @pytest.mark.parametrize(("beta", "good", "bad"), [(0.1, 1.0, 1.0), (0.4, 1.3, 0.7)])
-@pytest.mark.parametrize(("per_token", "sft"), [(False, 0.0), (True, 0.0), (True, 0.3)])
+@pytest.mark.parametrize(
+    ("per_token", "sft", "wrong"), [(False, 0.0, 0.0), (True, 0.0, 0.0), (True, 0.3, 0.0), (False, 0.3, 0.2)]
+)
 def test_losses_gradients_and_metrics_are_those_of_the_paper(
-    beta: float, good: float, bad: float, chunk: int, per_token: bool, sft: float
+    beta: float, good: float, bad: float, chunk: int, per_token: bool, sft: float, wrong: float
 ) -> None:
     part, hidden, batch = case()
     job: Any = SimpleNamespace(models={"reference": Reference()}, dist=SimpleNamespace(layout=SimpleNamespace(cp=1)))
@@ -72,6 +87,7 @@ def test_losses_gradients_and_metrics_are_those_of_the_paper(
         undesirable_weight=bad,
         chunk=chunk,
         length_normalised=per_token,
+        label_smoothing=wrong,
         sft_weight=sft,
     )
     metrics = make_metrics()
@@ -83,7 +99,7 @@ def test_losses_gradients_and_metrics_are_those_of_the_paper(
     ratios = [one - other.detach() for (one, _), (other, _) in zip(mine, theirs, strict=True)]
     if per_token:
         ratios = [ratio / length for ratio, length in zip(ratios, LENGTHS, strict=True)]
-    expected = kto(ratios, LABELS, 0.8, beta, good, bad)
+    expected = kto(ratios, LABELS, 0.8, beta, good, bad, wrong)
     expected = expected - sft * sum(mine[at][0] / LENGTHS[at] for at in range(6) if LABELS[at] == 1)
     wanted = torch.autograd.grad(expected, [hidden, *part.parameters()])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -336,6 +352,11 @@ def test_a_stored_reference_gives_the_losses_of_a_live_one(run_forge: RunForge, 
         ({}, r"kto\.weights: the run starts from random weights, which can't be its reference; name a model"),
         ({"kto__beta": 0}, r"kto\.beta: .*greater than 0"),
         ({"kto__desirable_weight": -1}, r"kto\.desirable_weight: .*greater than 0"),
+        ({"kto__label_smoothing": 0.5}, r"kto\.label_smoothing: .*less than 0\.5"),
+        (
+            {"train__init_from": "BASE", "kto__label_smoothing": 0.2, "kto__undesirable_weight": 4},
+            r"kto\.label_smoothing: must be less than 0\.2 with these weights: otherwise answers of the kind with the",
+        ),
         (
             {"train__init_from": "BASE", "train__init_map": "m:M"},
             r"changes the model and not its reference; set kto\.w",

@@ -57,15 +57,19 @@ class AnswerPairs(AnswerScores):
 
     def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """The loss of each pair, from log-probabilities relative to the reference's, `[pairs]`."""
-        config, margin = self.config, chosen - rejected
+        config, margin, smoothing = self.config, chosen - rejected, self.config.label_smoothing
         if config.loss == "ipo":
-            return (margin - 1 / (2 * config.beta)).square()
+            target = 1 / (2 * config.beta)
+            return (1 - smoothing) * (margin - target).square() + smoothing * (margin + target).square()
         if config.loss == "orpo":
             log_odds = margin - (_log_complement(chosen) - _log_complement(rejected))
-            return -config.beta * F.logsigmoid(log_odds)
-        scaled = config.beta * margin - config.target_margin
-        smoothing = config.label_smoothing
-        return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
+            return config.beta * _surprise(log_odds, smoothing)
+        return _surprise(config.beta * margin - config.target_margin, smoothing)
+
+
+def _surprise(log_odds: Tensor, smoothing: float) -> Tensor:
+    """The cross-entropy of a label that is wrong with the probability `smoothing`."""
+    return -(1 - smoothing) * F.logsigmoid(log_odds) - smoothing * F.logsigmoid(-log_odds)
 
 
 def _log_complement(log_probability: Tensor) -> Tensor:

@@ -44,6 +44,9 @@ class JudgedAnswers(AnswerScores):
         gain = config.beta * (ratio - point) * (chosen - rejected)
         weights = config.desirable_weight * chosen + config.undesirable_weight * rejected
         each = weights * torch.sigmoid(-gain)  # σ(−x) = 1 − σ(x), without its rounding
+        if smoothing := config.label_smoothing:
+            swapped = config.undesirable_weight * chosen + config.desirable_weight * rejected
+            each = (1 - smoothing) * each + smoothing * swapped * torch.sigmoid(gain)
         if config.sft_weight:
             each = each - config.sft_weight * chosen * sums / tokens
         return each.sum()

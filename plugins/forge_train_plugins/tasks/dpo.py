@@ -48,7 +48,8 @@ class DPO(ReferencePlugin):
         """Divide each answer's log-probability by its number of tokens. With `simpo`, `orpo` and `ipo`, the default is
         true; for `ipo` as in TRL, while the paper's equation has sums."""
         label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
-        """Probability that the two answers of a pair are swapped (conservative DPO), for `sigmoid` and `simpo`."""
+        """Probability that the two answers of a pair are swapped, as in conservative DPO. The SFT term is not
+        smoothed."""
         target_margin: Annotated[float, Ge(0)] = 0.0
         """SimPO's γ, by which the chosen reward should exceed the rejected one. With `simpo`, the default is 1."""
         sft_weight: Annotated[float, Ge(0)] = 0.0
@@ -71,7 +72,6 @@ class DPO(ReferencePlugin):
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         mine = self.config
         unused = {
-            "label_smoothing": mine.loss in ("ipo", "orpo"),
             "target_margin": mine.loss != "simpo",
             **dict.fromkeys(("weights", "reference", "without", "stored"), not self.compares),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from forge_train import Batch, Ge, Gt, Preparation, PrepareStep, Problem, Task, hookimpl, section
+from forge_train import Batch, Ge, Gt, Lt, Preparation, PrepareStep, Problem, Task, hookimpl, section
 from forge_train_kit.reference.plugin import ReferencePlugin, ReferenceSection
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ class KTO(ReferencePlugin):
         """Scale of the rewards: larger keeps the model nearer to its reference."""
         length_normalised: bool = False
         """Divide the log-probabilities of an answer, the model's and the reference's, by its number of tokens."""
+        label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+        """Probability that an answer's label is wrong. With equal weights, it only makes the gradient of the loss
+        smaller, by 1 − 2 × this. The SFT term is not smoothed."""
         sft_weight: Annotated[float, Ge(0)] = 0.0
         """Weight of a desirable answer's mean negative log-probability per token in the loss, as in `dpo`."""
         desirable_weight: Annotated[float, Gt(0)] = 1.0
@@ -67,6 +70,13 @@ class KTO(ReferencePlugin):
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         yield from self.check_reference(config, "the loss", "kto.stored")
+        weights = self.config.desirable_weight, self.config.undesirable_weight
+        if self.config.label_smoothing >= (limit := min(weights) / sum(weights)):
+            yield Problem(
+                "kto.label_smoothing",
+                f"must be less than {limit:.3g} with these weights: otherwise answers of the kind with the smaller one "
+                "(kto.desirable_weight, kto.undesirable_weight) are learned as the other kind.",
+            )
 
     @hookimpl
     def prepare_batch(self, job: Job) -> list[Preparation]:
