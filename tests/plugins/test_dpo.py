@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -168,7 +169,7 @@ def test_losses_and_gradients_are_those_of_the_papers(name: str, chunk: int) -> 
 def test_metrics_are_of_the_pairs_that_count(loss: str) -> None:
     part, hidden, batch = case()
     batch.targets["member"][2:4] = -1  # padding
-    metrics = {name: Mean() for name in METRICS}
+    metrics = {name: Mean() for name in (*METRICS, *(["kl"] if loss == "sigmoid" else []))}
     task = answer_pairs(metrics, loss=loss, beta=0.5)
     assert task.weight(batch) == 2
     value = task.loss(part, hidden, batch).item()
@@ -185,8 +186,20 @@ def test_metrics_are_of_the_pairs_that_count(loss: str) -> None:
         "chosen_log_probability": (mine[0] + mine[4]) / 2,
         "rejected_log_probability": (mine[1] + mine[5]) / 2,
     }
+    if loss == "sigmoid":
+        expected["kl"] = sum((relative[at] / 0.5) ** 2 / 2 for at in (0, 1, 4, 5)) / 4
     assert {name: one.value(one.sums, one.maxima) for name, one in metrics.items()} == pytest.approx(expected, rel=1e-5)
     assert value == pytest.approx(-sum(F.logsigmoid(torch.tensor(one)).item() for one in margins), rel=1e-5)
+
+
+def test_the_divergence_is_that_of_whole_answers() -> None:
+    part, hidden, batch = case()
+    kls = []
+    for per_token in (False, True):
+        metrics = {name: Mean() for name in (*METRICS, "kl")}
+        answer_pairs(metrics, loss="ipo", length_normalised=per_token).loss(part, hidden, batch)
+        kls.append(metrics["kl"].value(metrics["kl"].sums, metrics["kl"].maxima))
+    assert kls[0] == kls[1] > 0
 
 
 @pytest.mark.parametrize("name", ["smoothed", "ipo", "simpo", "orpo"])
@@ -259,21 +272,31 @@ def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunFo
 def test_held_out_margins_grow_and_the_model_stays_near_its_reference(
     run_forge: RunForge, base: str, tmp_path: Path
 ) -> None:
-    """How near, is for `beta` to say: KL(model ‖ reference) of the next byte, over texts that no pair has."""
+    """How near, is for `beta` to say: `dpo.kl` of held-out pairs levels off, sooner with a larger one, and so does
+    KL(model ‖ reference) of the next byte, over texts that no pair has."""
     texts = torch.tensor([[*f"a line of text, and {n:02} more"[:24].encode()] for n in range(8)])
     before = open_model(Path(base), text=False).model
-    divergences = []
+    divergences, estimates = [], []
     for beta in (0.1, 1.0):
         (folder := tmp_path / str(beta)).mkdir()
         more = {"adamw__lr": 3e-3, "train__init_from": base, "train__evaluate_every": 8, "dpo__beta": beta}
-        run = trained(run_forge, folder, steps=24, **more)
-        margins = [one["metrics"]["dpo.margin"] for one in run.events if one["event"] == "evaluation"]
-        assert len(margins) == 3
-        assert 0 < margins[0] < margins[1] < margins[2]
+        run = trained(run_forge, folder, steps=48, **more)
+        margins, kls = (
+            [one["metrics"][f"dpo.{name}"] for one in run.events if one["event"] == "evaluation"]
+            for name in ("margin", "kl")
+        )
+        assert len(margins) == 6
+        assert margins[0] > 0
+        assert margins == sorted(margins)
+        assert run.metrics[0]["dpo.kl"] == 0
+        growth = [later - one for one, later in itertools.pairwise(kls)]
+        assert 0 < growth[-1] < max(growth) / 2
+        estimates.append(kls[-1])
         with torch.no_grad():
             mine, other = (logits(one, texts).log_softmax(-1) for one in (run.model, before))
         divergences.append(float((mine.exp() * (mine - other)).sum(-1).mean()))
     assert 0 < divergences[1] < divergences[0] < 1
+    assert 1 < estimates[1] < estimates[0] / 4 < 100
 
 
 def test_the_reference_has_no_adapter_of_the_model(run_forge: RunForge, base: str, tmp_path: Path) -> None:
@@ -369,7 +392,7 @@ def test_a_stored_reference_gives_the_losses_of_a_live_one(run_forge: RunForge, 
     second = trained(run_forge, tmp_path, steps=6, name="second", **more)
     for run in (first, second):
         assert run.losses == pytest.approx(live.losses, rel=1e-6)
-        for name in METRICS:
+        for name in (*METRICS, "kl"):
             got, expected = (one.metrics[-1][f"dpo.{name}"] for one in (run, live))
             assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert second.losses == first.losses
@@ -391,6 +414,7 @@ def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, 
     assert not run.job.models
     assert run.losses[-1] < run.losses[0]
     assert run.metrics[-1]["dpo.accuracy"] == 1
+    assert "dpo.kl" not in run.metrics[-1]
     config = run.job.config.sections["dpo"]
     assert (config.beta, config.target_margin) == ((2.0, 1.0) if loss == "simpo" else (0.1, 0.0))
     assert config.length_normalised

@@ -38,9 +38,9 @@ class AnswerPairs(AnswerScores):
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         weights = pair_weights(batch)
-        sums, tokens, relative = self.compared(part, hidden, batch)
+        sums, tokens, ratio = self.compared(part, hidden, batch)
         per_token = sums / tokens
-        scores, relative = (per_token, relative / tokens) if self.config.length_normalised else (sums, relative)
+        scores, relative = (per_token, ratio / tokens) if self.config.length_normalised else (sums, ratio)
         # A log-probability of 0, as padding has, makes the odds of `orpo` infinite.
         relative = relative.where(weights.repeat_interleave(2) > 0, -1.0)
         if (metrics := self.observed()) is not None:
@@ -49,6 +49,8 @@ class AnswerPairs(AnswerScores):
             seen = ((margin > 0).double(), margin, rewards[0::2], rewards[1::2], *scores.detach().view(-1, 2).unbind(1))
             for name, values in zip(METRICS, seen, strict=True):
                 metrics[name].update(values, weights=weights)
+            if "kl" in metrics:
+                metrics["kl"].update(ratio.detach().square().view(-1, 2).mean(1) / 2, weights=weights)
         each = self._losses(relative[0::2], relative[1::2])
         sft_weight = 1.0 if self.config.loss == "orpo" else self.config.sft_weight
         if sft_weight:

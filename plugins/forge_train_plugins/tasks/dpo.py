@@ -25,7 +25,9 @@ class DPO(ReferencePlugin):
     An answer's reward is `beta` times its log-probability, less the reference's. `dpo.accuracy` is the share of pairs
     whose chosen answer has the higher reward, `dpo.margin` the mean difference of the two rewards,
     `dpo.chosen_reward` and `dpo.rejected_reward` are their means, and `dpo.chosen_log_probability` and
-    `dpo.rejected_log_probability` those of the model's log-probabilities.
+    `dpo.rejected_log_probability` those of the model's log-probabilities. With a reference, `dpo.kl` estimates in nats
+    how far the model is from it: the mean of r² / 2 over the answers of both kinds, with r the log-probability of the
+    whole answer less the reference's (k2 of Schulman, http://joschu.net/blog/kl-approx.html).
 
     If the reference has moved, resume the run with its new path in `dpo.weights` and
     `checkpoint.allow_changes = ["dpo.weights"]`; its weights must be identical.
@@ -96,5 +98,5 @@ class DPO(ReferencePlugin):
 
         from ._dpo import METRICS
 
-        self._observed = {name: Mean() for name in METRICS}
+        self._observed = {name: Mean() for name in (*METRICS, *(["kl"] if self.compares else []))}
         return self._observed
