@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fakes
@@ -24,6 +25,7 @@ from forge_train_plugins.tasks._kto import POINT, Difference, JudgedAnswers, Ref
 from forge_train_plugins.tasks.kto import KTO
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import RunForge, TinyRun
+from poison import Poison
 from test_dpo import DIM, WORDS, Reference, answers
 
 pytestmark = [pytest.mark.unit]
@@ -263,6 +265,21 @@ def test_no_micro_batch_changes_a_step(run_forge: RunForge, base: str, tmp_path:
     for one in evaluations[1:]:
         assert one["loss"] == pytest.approx(evaluations[0]["loss"], rel=2e-5)
         assert one["metrics"] == pytest.approx(evaluations[0]["metrics"], rel=2e-5)
+
+
+def test_what_is_kept_of_an_abnormal_step_says_which_answers_are_mismatched(
+    run_forge: RunForge, base: str, tmp_path: Path
+) -> None:
+    more = {"train__init_from": base, "anomaly__not_finite": "skip", "poison__at": 2}
+    run = trained(run_forge, tmp_path, steps=3, plugins=["anomaly", Poison], **more)
+    (file,) = (run.run / "artifacts" / "anomaly").glob("*.safetensors")
+    kept, loader = load_file(file), run.job.hooks.build_data("train")
+    views = [split_mismatched(next(loader)) for _ in range(8)][4:]
+    marked = [f"{at}.mismatched" in kept for at in range(8)]
+    assert marked == [True] * 4 + [False] * 4
+    for at, batch in enumerate([other for _, other in views] + [own for own, _ in views]):
+        assert kept[f"{at}.inputs"].equal(batch.inputs)
+        assert kept[f"{at}.desirable"].equal(batch.targets[DESIRABLE])
 
 
 def test_it_learns_and_a_stopped_run_continues_bit_for_bit(run_forge: RunForge, base: str, tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forge_train.contract.batch import TOKENS, Batch
+from forge_train.contract.batch import TOKENS, Axes, Batch
 
 DESIRABLE = "desirable"
 """The target that is 1 in rows with a desirable answer and 0 in those with an undesirable one, `[batch]` int64; -1 in
 rows that do not count."""
-_PREFIX = "mismatched."
+MISMATCHED = "mismatched"
+"""The target that only a batch of such answers has, 0-dim."""
+_PREFIX = f"{MISMATCHED}."
 _FIELDS = ("inputs", "labels", "position_ids", "document_ids")
 
 
@@ -28,4 +30,6 @@ def split_mismatched(batch: Batch) -> tuple[Batch, ...]:
     targets = {name: tensor for name, tensor in batch.targets.items() if name not in carried}
     axes = {name: one for name, one in batch.axes.items() if name not in carried}
     other: dict[str, Any] = {name.removeprefix(_PREFIX): tensor for name, tensor in carried.items()}
-    return replace(batch, targets=targets, axes=axes), Batch(**other, targets={DESIRABLE: batch.targets[DESIRABLE]})
+    apart = Batch(**other, targets={DESIRABLE: batch.targets[DESIRABLE]})
+    mark = {MISMATCHED: batch.inputs.new_ones(())}
+    return replace(batch, targets=targets, axes=axes), apart.with_targets(mark, Axes(batch=None))

@@ -29,7 +29,8 @@ class KTO(ReferencePlugin):
     are switched off, and otherwise a second model.
 
     An answer's reward is β r. `kto.chosen_reward` is its mean over desirable answers, `kto.rejected_reward` that over
-    undesirable ones, `kto.margin` the difference of the two, and `kto.kl` is z0.
+    undesirable ones, `kto.margin` the difference of the two, and `kto.kl` is z0. Other plugins see the batches of
+    mismatched answers too, which have the target `mismatched`.
 
     If the reference has moved, resume the run with its new path in `kto.weights` and
     `checkpoint.allow_changes = ["kto.weights"]`; its weights must be identical.
