@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "verify.md"
 sys.path[:0] = [str(HERE.parent / "tests" / "dist"), str(HERE.parent / "tests")]
 
+import tuning  # noqa: E402
 from compositions import LAYOUTS, SEED, STEPS, Composition, covering, product, write  # noqa: E402
 from contexts import Context  # noqa: E402
 from contexts import product as contexts  # noqa: E402
@@ -45,8 +46,6 @@ from hf_layouts import product as foreign  # noqa: E402
 from pipelines import Everything, Piped  # noqa: E402
 from pipelines import product as pipelines  # noqa: E402
 from tuning import Tuned  # noqa: E402
-from tuning import product as tuned  # noqa: E402
-from tuning import write as write_tuning  # noqa: E402
 
 IN_FULL = 4
 """Processes up to which the product is taken in full."""
@@ -100,13 +99,18 @@ class Verified:
         expected = getattr(self.composition, "refused", "")
         if self.verdict is None:
             return bool(expected) and self.refusal.startswith(expected)
-        return self.verdict.agree and not expected
+        return not self._wrong(self.verdict) and not expected
 
     @property
     def failed(self) -> str:
         if self.verdict is None:
             return f"refused: {self.refusal}"
-        return ", ".join(check.name for check in self.verdict.checks if not check.ok) or "expected to be refused"
+        return ", ".join(self._wrong(self.verdict)) or "expected to be refused"
+
+    def _wrong(self, verdict: Verdict) -> list[str]:
+        if isinstance(self.composition, Tuned):
+            return self.composition.failed(verdict)
+        return sorted(verdict.failed) or (["routing"] if verdict.undecided else [])
 
 
 def chosen(layouts: Iterable[str]) -> Iterator[Composition]:
@@ -180,11 +184,10 @@ SECTIONS = {
     ),
     "tuning": Section(
         "Tuning a model that exists",
-        "Each column is a layout; a figure is the largest relative difference of losses and gradients. A number in "
-        "brackets is the sentence below that refuses the layout before training starts.",
+        tuning.TEXT,
         "tuned",
-        tuned,
-        write_tuning,
+        tuning.product,
+        tuning.write,
         wide=True,
     ),
     "everything": Section("Every axis above 1", "One composition on 16 processes.", "schedule", lambda: [Everything()]),
@@ -227,7 +230,7 @@ def _cell(one: Verified | None, refusals: list[str]) -> str:
         return ""
     if one.refusal:
         return f"[{refusals.index(one.refusal) + 1}]"
-    return f"{'' if one.agrees else '✗ '}{figure(one.worst('loss', 'gradients', 'later gradients'))}"
+    return f"{'' if one.agrees else '✗ '}{figure(one.worst(*tuning.NUMBERS))}"
 
 
 def row_of(case: Case) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import tuning
 from crossed import every_value
 from forge_train.base.errors import ConfigError, ForgeError
 from forge_train_tools.testing import Verifier
+from forge_train_tools.verification import Check, Verdict
 from tuning import Tuned
 
 pytestmark = [pytest.mark.dist]
@@ -44,7 +45,19 @@ def test_tuning_agrees_with_one_process(verify: Verifier, file: Path, case: Tune
         assert str(caught.value).startswith(case.refused)
         return
     verdict = verify(case.request(file), case.world, steps=2, reference=case.reference(file))
-    assert verdict.agree, verdict
+    assert not case.failed(verdict), verdict
+
+
+def test_what_is_not_equal_is_told_apart_from_rounding() -> None:
+    def failed(task: str, layout: str, worst: float, tolerance: float = 1e-4) -> list[str]:
+        checks = (Check("gradients", worst, tolerance, ""), Check("replicas", 0, 0, ""))
+        return Tuned("lora", task, "decoder", layout).failed(Verdict("", ("", ""), checks, ()))
+
+    assert failed("sft", "tp2", 9e-6) == failed("dpo", "tp2", 9e-5) == failed("sft", "fsdp2×2, bf16", 9e-3, 1e-3) == []
+    assert failed("sft", "tp2", 2e-5) == failed("dpo", "fsdp2×2", 2e-5) == failed("dpo", "cp2", 2e-4) == ["gradients"]
+    assert failed("sft", "fsdp2×2, bf16", 2e-2, 1e-3) == ["gradients"]
+    assert failed("sft", "fsdp2×2, bf16", 0.0, 0.03) == ["precision"]  # updates have no effect in bf16
+    assert failed("sft", "fsdp2×2, bf16", float("nan"), 1e-3) == ["gradients"]
 
 
 def test_an_adapter_with_the_rows_of_one_rank_is_refused(verify: Verifier, file: Path) -> None:
