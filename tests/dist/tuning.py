@@ -68,9 +68,6 @@ OF_EXPERTS = ("ep2", "ep2×tp2", "etp2")
 NUMBERS = ("loss", "gradients", "later gradients", "evaluation")
 """Checks that a figure is of; gradients are compared by their Frobenius norms."""
 FP32 = 1e-5
-IN_PARTS = 1e-4
-"""Of `dpo` and `kto` where a row's logits or its tokens are spread over ranks: the difference of two log-probabilities
-of whole answers, summed in fp32, keeps their rounding."""
 BF16 = 1e-2
 """Between two ways to round. With the same micro-batches, only the updates of transformers' experts are rounded in
 another way: `fsdp2` adds them to bf16 copies of the weights."""
@@ -79,11 +76,9 @@ OWN = 5e-3
 effect in bf16, on a layout and on one process, is far from fp32 on both."""
 TEXT = (
     "Each column is a layout; a figure is the largest relative difference of losses, of held-out losses and of a "
-    f"parameter's gradient (in the Frobenius norm). It is at most {FP32:.0e}; for `dpo` and `kto`, where a layout "
-    f"sums over ranks, {IN_PARTS:.0e}: a difference of two log-probabilities of whole answers keeps the rounding "
-    f"of both. In bf16 it is at most {BF16:.0e}, with the same micro-batches on one process, whose own gradients "
-    f"are at most {OWN / SHARE:.0e} from those in fp32. A number in brackets is the sentence below that refuses "
-    "the layout before training starts."
+    f"parameter's gradient (in the Frobenius norm). It is at most {FP32:.0e}. In bf16 it is at most {BF16:.0e}, with "
+    f"the same micro-batches on one process, whose own gradients are at most {OWN / SHARE:.0e} from those in fp32. A "
+    "number in brackets is the sentence below that refuses the layout before training starts."
 )
 """Of the table."""
 
@@ -126,14 +121,9 @@ class Tuned:
     def failed(self, verdict: Verdict) -> list[str]:
         """Names of what is not equal, by bounds that are narrower than those of `forge verify`, or in bf16 others."""
         if not self.narrow:
-            bound = IN_PARTS if self.task in ("dpo", "kto") and self._sums_over_ranks else FP32
-            return sorted(verdict.failed | _beyond(verdict, bound) | ({"routing"} if verdict.undecided else set()))
+            return sorted(verdict.failed | _beyond(verdict, FP32) | ({"routing"} if verdict.undecided else set()))
         own = {"precision" for check in verdict.checks if "gradients" in check.name and check.tolerance > OWN}
         return sorted(verdict.failed.difference(NUMBERS) | _beyond(verdict, BF16) | own)
-
-    @property
-    def _sums_over_ranks(self) -> bool:
-        return any(key in LAYOUTS[self.layout][2] for key in ("parallel.tp", "parallel.cp"))
 
     @property
     def refused(self) -> str:

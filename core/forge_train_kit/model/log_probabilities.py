@@ -38,11 +38,12 @@ def row_log_probabilities(
     gathered: bool = False,
     answers: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The summed log-probability of the unmasked labels of each row, and their number; both `[batch]` fp32.
+    """The summed log-probability of the unmasked labels of each row in fp64, and their number; both `[batch]`.
 
     The head's logits may be sharded over the vocabulary. Under context parallelism, every rank gets the sums of whole
     rows and propagates its part of the gradient, as with `pool`. The logits of a chunk are recomputed in the backward
-    pass, because the gradient of a row may depend on the other rows.
+    pass, because the gradient of a row may depend on the other rows. Log-probabilities of single tokens are fp32, and
+    their sums are not: tasks take the difference of two large ones that are almost equal.
 
     Args:
         hidden: `[batch, sequence, dim]`, of the model's last part.
@@ -67,7 +68,7 @@ def _by_row(
     logits = full_tensor(head(hidden)) if gathered else head(hidden)
     log_probabilities = F.log_softmax(logits.float().flatten(0, 1), -1)
     each = full_tensor(F.nll_loss(log_probabilities, labels.flatten(), ignore_index=MASKED, reduction="none"))
-    return -_summed(each.view(labels.shape), most, numbers)
+    return -_summed(each.double().view(labels.shape), most, numbers)
 
 
 def _summed(each: Tensor, most: int, numbers: Tensor | None = None) -> Tensor:

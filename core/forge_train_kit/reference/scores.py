@@ -38,8 +38,8 @@ class AnswerScores:
         self, part: nn.Module, hidden: Tensor, batch: Batch, *, gathered: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The log-probability of each answer, its number of tokens (at least 1), and the log-probability less the
-        reference's, or the same without a reference; all fp32, `[batch]`, or `[batch × answers]` where rows hold
-        several pairs. For `gathered`, see `row_log_probabilities`.
+        reference's, or the same without a reference; all `[batch]`, or `[batch × answers]` where rows hold several
+        pairs. For `gathered`, see `row_log_probabilities`.
         """
         sums, tokens = self._scores(part, hidden, batch, gathered)
         reference = self._reference(part, batch, gathered)

@@ -23,7 +23,7 @@ from ..model import answers_of, row_log_probabilities
 from .plugin import REFERENCE, ReferencePlugin
 
 TARGET = "reference_log_probability"
-"""The target with the summed log-probability of each answer, `[batch]` fp32; `[batch, answers]` where rows hold several
+"""The target with the summed log-probability of each answer, `[batch]` fp64; `[batch, answers]` where rows hold several
 pairs."""
 Split = Literal["train", "validation"]
 
@@ -63,7 +63,7 @@ class StoredReference:
                 f"{plugin.key}.stored: {plugin.config.stored} has no log-probability for an answer of the data."
             )
         found = [self._known[key] for key in keys]
-        return batch.with_targets({TARGET: torch.tensor(found, dtype=torch.float32).view(shape)})
+        return batch.with_targets({TARGET: torch.tensor(found, dtype=torch.float64).view(shape)})
 
     def _obtained(self) -> dict[str, float]:
         """The file's content, which the reference computes where there is no file.
