@@ -12,7 +12,10 @@ import torch
 import compositions
 import hf_models
 from crossed import few, marked
+from forge_train.engine import train
 from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.offline.adapters import export_adapter
 from forge_train_tools.testing import Verifier
 from hf_layouts import Foreign
 
@@ -67,6 +70,30 @@ def test_so_does_one_that_begins_as_singular_directions(layout: str, verify: Ver
     """Each rank finds those of the whole weight."""
     world, plugins, settings = LAYOUTS[layout]
     own = {**LORA, "lora.start": "pissa", "lora.modules": ["*.attention.*", "*.down", "head"]}
+    request = compositions._request(composition_file, (*plugins, "lora"), own | settings)
+    reference = compositions._request(composition_file, ("lora",), {**own, "train.micro_batch": 4})
+    verdict = verify(request, world, steps=2, reference=reference)
+    assert verdict.agree, verdict
+
+
+@pytest.fixture(scope="module")
+def adapter(composition_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Updates, and modules in full, after a step."""
+    folder = tmp_path_factory.mktemp("adapter")
+    own = {"lora.modules": ["*.q", "*.down"], "lora.tune": ["*norm", "embedding", "head"], "lora.groups": []}
+    more = {"train.steps": 1, "adamw.lr": 0.1, "run.device": "cpu", "train.evaluate_every": 0, **own}
+    request = compositions._request(composition_file, ("lora",), LORA | more)
+    export_adapter(train(resolve(request), run_dir=folder / "runs").run, folder / "adapter")
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, LAYOUTS.keys() - {"fsdp2×2, ac", "tp2"}))
+def test_so_does_one_with_modules_that_a_folder_has_in_full(
+    layout: str, verify: Verifier, composition_file: Path, adapter: Path
+) -> None:
+    world, plugins, settings = LAYOUTS[layout]
+    common = {key: value for key, value in LORA.items() if not key.startswith("lora.")}
+    own = {**common, "lora.adapter": str(adapter)}
     request = compositions._request(composition_file, (*plugins, "lora"), own | settings)
     reference = compositions._request(composition_file, ("lora",), {**own, "train.micro_batch": 4})
     verdict = verify(request, world, steps=2, reference=reference)

@@ -31,7 +31,7 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base, the same as a checkpoint and as a run, a run of updates, and three adapters of the base."""
+    """A folder with a base, the same as a checkpoint and as a run, a run of updates, and four adapters of the base."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("adapters")
     chat_model.write_model(folder / "base")
@@ -50,6 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("a", "all-linear", {}),
         ("b", ["q_proj", "down_proj"], {}),
         ("c", ["q_proj", "down_proj"], stretched),
+        ("d", ["q_proj"], {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
     )
     for number, (name, targets, more) in enumerate(adapters):
         torch.manual_seed(number)
@@ -61,6 +62,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     one.mul_(1 + 0.2 * torch.randn(one.shape))
                 elif "lora_" in one_name:
                     one.normal_(std=0.3)
+                elif "modules_to_save" in one_name:
+                    one.add_(0.1 * torch.randn(one.shape))
         made.save_pretrained(folder / name)
     return folder
 
@@ -89,7 +92,9 @@ def by_peft(models: Path, factors: dict[str, float]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("base", ["base", "checkpoint", "run"])
-@pytest.mark.parametrize("factors", [{"a": 1.0}, {"a": 0.5, "b": -2.0}, {"a": 0.5, "c": 0.7}])
+@pytest.mark.parametrize(
+    "factors", [{"a": 1.0}, {"a": 0.5, "b": -2.0}, {"a": 0.5, "c": 0.7}, {"d": 1.0}, {"a": 0.5, "d": 0.7}]
+)
 def test_logits_are_those_of_peft(models: Path, base: str, factors: dict[str, float]) -> None:
     adapters = {str(models / name): factor for name, factor in factors.items()}
     found = open_model(models / base, adapters=adapters).logits(IDS)

@@ -76,7 +76,7 @@ def _changes(opened: Opened, folder: str, plugins: tuple[str, ...]) -> dict[str,
     return {
         name: read(view, tuple((0, size) for size in view.shape), fetch) - tensors[name].float()
         for name, view in merged(job, stored).items()
-        if not isinstance(view, Stored)
+        if not isinstance(view, Stored) or view.name != name
     }
 
 

@@ -71,7 +71,8 @@ class LoRA(Plugin):
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
         """Of the input of `A` of a linear. Experts have none."""
         adapter: Annotated[str, FilePath()] = ""
-        """A folder of PEFT whose updates the run begins with; its rank, alpha and weights are then those of the run."""
+        """A folder of PEFT whose updates the run begins with; its rank, alpha and weights are then those of the run.
+        Modules that it has in full (`modules_to_save`) are trained in full."""
         beneath: tuple[Annotated[str, FilePath()], ...] = ()
         """Folders of PEFT whose updates stay as they are, beneath those that the run trains, also where a model is its
         own reference. Each weight that they update must have an update of the run's own."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +14,6 @@ from torch import nn
 from forge_train import Applied, ConfigError, MicroBatch
 from forge_train.base.format import format_list
 from forge_train.mesh.tensors import local
-from forge_train_kit import model_files
-from forge_train_kit.data.tokenizers.added import added_tokens
 from forge_train_kit.model import Dropout
 from forge_train_kit.state_map.views import Stored
 
@@ -25,7 +21,9 @@ from .base import encode
 from .expected import expect_matches, expect_places, expect_untied
 from .fixed import START, Fixed, begin, beneath
 from .folder import Folder
+from .full import Full, in_full, train_copies
 from .layers import Adapted, LowRank, LowRankStacks, adapt
+from .new_tokens import warn_of_new_tokens
 from .sizes import Sizes, format_of
 from .sources import Source, sources
 from .targets import MAGNITUDE, Target, targets
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
     from forge_train import Job, Model
 
     from ..lora import LoRA
-
-
-log = logging.getLogger("forge_train")
 
 
 class Adapters:
@@ -78,6 +73,11 @@ class Adapters:
         taken = [name for name in found if (name in given if self.folder else self._takes(found[name], part))]
         for one in (one for some in (given, *under) for name, one in some.items() if name in taken):
             self._placed.setdefault(str(one.folder.path), set()).add(one.key)
+        whole = in_full(self.folder, self.job, self.stored) if self.folder else {}
+        copies = train_copies(part, whole, self.folder, taken) if self.folder else {}
+        self.tuned += copies
+        if self.folder:
+            self._placed.setdefault(str(self.folder.path), set()).update(copies.values())
         self._found += found
         self.adapted += taken
         if self.job.dist.layout.pp == 1:
@@ -86,7 +86,7 @@ class Adapters:
         expect_untied(part, [found[name] for name in taken])
         for name in taken:
             self._adapt(found[name], given.get(name), [some[name] for some in under if name in some])
-        self._tune(part, {found[name].module for name in taken})
+        self._tune(part, {*(found[name].module for name in taken), *map(part.get_submodule, whole)})
         more = (MAGNITUDE,) if self.config.dora else ()
         factors = {
             name: (
@@ -95,7 +95,7 @@ class Adapters:
             )
             for name in taken
         }
-        added = tuple(_path(found[name], one) for name in taken for one in (*factors[name], *more))
+        added = (*copies, *(_path(found[name], one) for name in taken for one in (*factors[name], *more)))
         ranks = sorted({self.sizes.of(name)[0] for name in taken})
         return Applied(
             part,
@@ -129,26 +129,14 @@ class Adapters:
                         key="lora.lr_ratio",
                     )
         if self.job.dist.main:
-            self._warn_of_new_tokens(model)
+            warn_of_new_tokens(model, self.job)
         for name, one in modules:
             if isinstance(one, LowRank):
                 self._unchecked[name] = one._parameters["lora_B"]
             elif isinstance(one, LowRankStacks):
                 self._unchecked |= {f"{name}.{key}": one._parameters[f"{key}_lora_B"] for key in one.lora_scales}
-
-    def _warn_of_new_tokens(self, model: Model) -> None:
-        """Tell of added tokens whose rows stay as they start."""
-        place = model_files.option(self.job.hooks)
-        path = Path(getattr(self.job.config.sections[place[0]], place[1])) if place else Path()
-        roles = {name: role for part in model.parts for name, role in getattr(part, "roles", {}).items()}
-        owners = tuple(f"{name.rpartition('.')[0]}." for name, role in roles.items() if role == "embedding")
-        learned = any(name.startswith(owners) for name, one in model.named_parameters() if one.requires_grad)
-        if place and owners and not learned and path.exists() and (added := added_tokens(path)):
-            log.warning(
-                "lora: the rows of added tokens (%s) are not trained. Enable new_rows too, or name the embedding and "
-                "the head in lora.tune.",
-                format_list(list(added), 3),
-            )
+            elif isinstance(one, Full):
+                self._unchecked |= {f"{name}.{key}": one._parameters[key] for key in one.copies}
 
     def check_used(self) -> None:
         """After the first backward pass.

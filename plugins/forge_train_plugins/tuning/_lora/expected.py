@@ -57,7 +57,7 @@ def expect_places(folders: Iterable[Folder], placed: Iterable[Mapping[str, set[s
     stages = [*placed]
     for folder in folders:
         there = {key for one in stages for key in one.get(str(folder.path), ())}
-        if lost := sorted({*folder.modules} - there):
+        if lost := sorted({*folder.modules, *folder.full} - there):
             without = "which this model has no place for"
             if folder.key == "lora.beneath":
                 without += ", or no update of the run's own (lora.modules)"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ FACTOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_(?:([AB])\.weight|embedding
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
-    "modules_to_save": (None, []),
     "fan_in_fan_out": (None, False),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
@@ -35,6 +35,7 @@ READ = (
     "rank_pattern",
     "alpha_pattern",
     "target_parameters",
+    "modules_to_save",
 )
 OPTIONS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora", "dropout": "lora_dropout"}
 """Option of `lora` → key of `adapter_config.json`."""
@@ -64,6 +65,12 @@ class Folder:
             raise ConfigError(f"{key}: {file} is not JSON: {error}.", key=key) from error
         if key == "lora.beneath" and self.config.get("use_dora"):
             raise ConfigError(f"{key}: {self.path} has magnitudes (DoRA), which only lora.adapter continues.", key=key)
+        self.saved: tuple[str, ...] = tuple(self.config.get("modules_to_save") or ())
+        """Ends of the names of modules that it holds in full, instead of updates."""
+        if key == "lora.beneath" and self.saved:
+            raise ConfigError(
+                f"{key}: {self.path} has modules in full (modules_to_save), which only lora.adapter continues.", key=key
+            )
         self.parameters: tuple[str, ...] = tuple(self.config.get("target_parameters") or ())
         """Ends of the names of parameters that it updates: stacks of experts."""
         for name, values in PLAIN.items():
@@ -79,13 +86,18 @@ class Folder:
         return {f"lora.{own}": self.config[key] for own, key in OPTIONS.items() if self.config.get(key) is not None}
 
     @cached_property
+    def _found(self) -> dict[str, re.Match[str] | None]:
+        with self._open() as file:
+            return {name: FACTOR.fullmatch(name) for name in file.keys()}  # noqa: SIM118 — no mapping
+
+    @cached_property
     def _names(self) -> dict[tuple[str, str], str]:
         """Module and factor, `A`, `B` or `magnitude` → name of the tensor."""
-        with self._open() as file:
-            found = {name: FACTOR.fullmatch(name) for name in file.keys()}  # noqa: SIM118 — no mapping
+        found = self._found
         # PEFT adds the base's weights of an embedding, and then of the head, that it updates.
         copies = {f"{PREFIX}{match[1]}.base_layer.weight" for match in found.values() if match is not None}
-        if odd := [name for name, match in found.items() if match is None and name not in copies]:
+        whole = {f"{PREFIX}{name}" for name in self.full}
+        if odd := [name for name, match in found.items() if match is None and name not in {*copies, *whole}]:
             raise ConfigError(f"{self.key}: {self.tensors} holds {odd[0]!r}, which lora can't continue.", key=self.key)
         return {
             (match[1], match[2] or match[3] or match[4]): name for name, match in found.items() if match is not None
@@ -95,6 +107,25 @@ class Folder:
     def modules(self) -> tuple[str, ...]:
         """Modules, named as in PEFT, that have an update."""
         return tuple(module for module, factor in self._names if factor == "A")
+
+    def saves(self, module: str) -> bool:
+        """Return True for a module that it holds in full, by itself or in another one; PEFT compares ends of names."""
+        around = accumulate(module.split("."), "{}.{}".format)
+        return bool(self.saved) and any(one.endswith(self.saved) for one in around)
+
+    @property
+    def full(self) -> tuple[str, ...]:
+        """Parameters, named as in PEFT, of the modules that it holds in full."""
+        names = (name.removeprefix(PREFIX) for name, match in self._found.items() if match is None)
+        return tuple(name for name in names if self.saves(name.rpartition(".")[0]))
+
+    def read_full(self, name: str) -> Tensor:
+        """A parameter of a module that it holds in full."""
+        if f"{PREFIX}{name}" not in self._found:
+            raise ConfigError(f"{self.key}: {self.tensors} holds no {name!r}.", key=self.key)
+        with self._open() as file:
+            found: Tensor = file.get_tensor(f"{PREFIX}{name}")
+        return found
 
     def read(self, module: str, factor: str) -> Tensor:
         """A factor of an update, `A` or `B`, or its `magnitude`, in fp32."""
@@ -114,9 +145,9 @@ class Folder:
 
     def size(self, name: str) -> tuple[int, float]:
         """Rank and alpha of the update of a module or a parameter."""
-        return int(self._found("rank_pattern", "r", name)), self._found("alpha_pattern", "lora_alpha", name)
+        return int(self._sized("rank_pattern", "r", name)), self._sized("alpha_pattern", "lora_alpha", name)
 
-    def _found(self, patterns: str, key: str, name: str) -> float:
+    def _sized(self, patterns: str, key: str, name: str) -> float:
         table: Mapping[str, float] = self.config.get(patterns) or {}
         hits = (value for one, value in table.items() if re.match(rf"(.*\.)?({one})$", name))
         return next(hits, self.config.get(key, 8))

@@ -134,7 +134,7 @@ class LowRankTable(Adapted):
         own = ("lora_embedding_A", "lora_embedding_B", self.lora_scales[WEIGHT])
         for a, b, scale in (*self.fixed(), *([own] if self.updates_on else [])):
             # The module's own look-up, with its padding, its scale and its share of the rows.
-            narrow = _standing_in(self, {WEIGHT: local(getattr(self, a)).t()})
+            narrow = standing_in(self, {WEIGHT: local(getattr(self, a)).t()})
             found: Tensor = super(LowRankTable, narrow).forward(ids)
             out = out + F.linear(found * scale, local(getattr(self, b)))
         return out
@@ -160,7 +160,7 @@ class LowRankStacks(Adapted):
                 held[key] = torch.baddbmm(held[key], b, a, alpha=scale)
         else:
             changed["product"] = self._product({id(held[key]): update for key, update in updates.items()})
-        found: Tensor = super(LowRankStacks, _standing_in(self, held, **changed)).forward(*args)
+        found: Tensor = super(LowRankStacks, standing_in(self, held, **changed)).forward(*args)
         return found
 
     def _product(self, updates: Mapping[int, list[tuple[Tensor, Tensor, float]]]) -> Any:
@@ -176,7 +176,7 @@ class LowRankStacks(Adapted):
         return product
 
 
-def _standing_in(module: nn.Module, parameters: Mapping[str, Tensor], **changed: Any) -> Any:
+def standing_in(module: nn.Module, parameters: Mapping[str, Tensor], **changed: Any) -> Any:
     """A module of the same class and state, with other tensors as its parameters."""
     other = object.__new__(type(module))
     vars(other).update(vars(module) | {"_parameters": dict(parameters)} | changed)

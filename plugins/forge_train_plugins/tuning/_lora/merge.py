@@ -13,7 +13,7 @@ from forge_train_kit.model.block_format import BlockFormat
 from forge_train_kit.state_map import Box, StateMap, Step, View
 
 from .sizes import Sizes, format_of
-from .targets import MAGNITUDE
+from .targets import FULL, MAGNITUDE
 
 KINDS = {".lora_A": (".weight", False), "_lora_A": ("", False), ".lora_embedding_A": (".weight", True)}
 """End of a factor's name → end of the weight's name, and whether its update is transposed."""
@@ -106,7 +106,8 @@ class Rounded(View):
 
 @dataclass(frozen=True)
 class Merge(StateMap):
-    """Takes each weight with its two factors, and gives the sum under the weight's name."""
+    """Takes each weight with its two factors, and gives the sum under the weight's name; a copy, for what it stands in
+    for."""
 
     config: Any
     sizes: Sizes
@@ -128,6 +129,9 @@ class Merge(StateMap):
                     given = bool(self.config.adapter)
                     merged = Stretched(stored.shape, stored.dtype, weight, first, second, gain, scale, given)
                 step.give(f"{name}{suffix}", merged)
+        for name in [one for one in step.tensors if f".{FULL}" in f".{one}"]:
+            if found := step.take(own := name.replace(FULL, ""), name):
+                step.give(own, found[1])
 
     def inverse(self) -> NoReturn:
         raise ConfigError("lora: merged weights can't be taken apart again.")

@@ -18,7 +18,7 @@ from .folder import PREFIX
 from .merge import Rounded, magnitude
 from .sizes import Sizes, divisor
 from .stacks import Fused, ends_of_experts, fused, nested
-from .targets import MAGNITUDE
+from .targets import FULL, MAGNITUDE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +141,7 @@ class Factors(StateMap):
                 step.wrong.append(f"{name}: has no tensor of its own in Hugging Face layout; export the merged model")
                 continue
             for view in step.take(name):
-                step.give(f"{PREFIX}{self.modules[module]}.{last}", view)
+                step.give(f"{PREFIX}{self.modules[module]}.{last.removeprefix(FULL)}", view)
 
     def _whole(self, step: Step, name: str, factor: str) -> list[View]:
         """A factor of a weight's own update, with those of its fixed ones at its side."""

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 WEIGHT, MAGNITUDE = "weight", "lora_magnitude"
+FULL = "lora_full_"
+"""Begins the name of a copy that is trained in full; that of the parameter in whose place it stands follows."""
 
 
 @dataclass(frozen=True)
