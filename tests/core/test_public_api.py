@@ -72,7 +72,9 @@ def test_errors_know_their_exit_codes(error: type[ForgeError], code: int) -> Non
 
 def test_words_for_errors() -> None:
     assert nearest("optimiser", ["optimizer", "loss"]) == " Did you mean 'optimizer'?"
-    assert nearest("xyz", ["optimizer"]) == ""
+    assert nearest("xyz", ["optimizer"]) == nearest("", ["optimizer"]) == ""
+    for given, valid in (("r", "rank"), ("seq", "sequence"), ("learning_rate", "lr")):
+        assert nearest(given, ["rslora", "loss", valid]) == f" Did you mean {valid!r}?"
     assert describe(ValueError("a\nb")) == "ValueError: a"
     assert describe(KeyError()) == "KeyError"
 

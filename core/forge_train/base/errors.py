@@ -96,10 +96,13 @@ def _cut(text: str, kept: int) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the valid name closest to `name`, or an empty string."""
+    """` Did you mean 'x'?` for the valid name closest to `name`, or one that it shortens, or that shortens it; or an
+    empty string."""
     import difflib  # a listing does without
 
-    match = difflib.get_close_matches(name, list(valid), n=1)
+    names, initials = list(valid), "".join(word[:1] for word in name.split("_"))
+    short = [one for one in names if (name and one.startswith(name)) or (one == initials and "_" in name)]
+    match = difflib.get_close_matches(name, names, n=1) or sorted(short, key=len)
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
