@@ -64,14 +64,20 @@ def flops_per_token(sequence: int, *, weights: int, width: int = 0, window: int 
     return 6 * weights + 6 * sequence * width
 
 
-def elements_trained(model: Model) -> int:
+def elements_trained(model: Model, *, later: bool = False) -> int:
     """Number of a model's elements that the first step trains. Of a parameter with gradients, a module may declare that
-    only some are: `trained_at_first = {"weight": 256}`, or 0 where it is frozen when the run begins."""
+    only some are: `trained_at_first = {"weight": 256}`, or 0 where it is frozen when the run begins.
+
+    Args:
+        model: composed.
+        later: whether to count those of the latter too.
+    """
     count, seen = 0, set[int]()
     for _, module in model.named_modules():
         declared = getattr(module, "trained_at_first", {})
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
-                count += declared.get(name, parameter.numel())
+                own = declared.get(name, parameter.numel())
+                count += parameter.numel() if later and own == 0 else own
     return count

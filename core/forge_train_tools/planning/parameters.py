@@ -12,6 +12,7 @@ from torch import nn
 from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import Model
 from forge_train.mesh.tensors import held_bytes, local
+from forge_train_kit.model import elements_trained
 
 from .communication import Names
 
@@ -38,6 +39,8 @@ class Parameters:
 
     total: int
     trainable: int
+    """Those that a step trains: of rows, those alone that are trained, although gradients and the optimizer's state are
+    those of whole matrices."""
     held: int
     """Parameters that one rank holds."""
     by_module: Mapping[str, int]
@@ -72,7 +75,7 @@ def count(model: Model, names: Names) -> Parameters:
         group[1] += local(parameter).numel()
     return Parameters(
         total=sum(by_module.values()),
-        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        trainable=elements_trained(model, later=True),
         held=sum(own for _, own in groups.values()),
         by_module=by_module,
         groups=tuple(Group(top, total, own, placement) for (top, placement), (total, own) in groups.items()),

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import Applied, ConfigError
+from forge_train import Applied, ConfigError, MicroBatch
 from forge_train.compose.initialise import local_window
 from forge_train_kit import model_files
 from forge_train_kit.data.tokenizers.added import added_tokens
 
 if TYPE_CHECKING:
-    from forge_train import Job, Model
+    from forge_train import Job
 
 TRAINED_BY_OTHERS = {"freeze", "lora"}
 """Names that are provided by plugins which choose the other trained parameters themselves."""
@@ -31,7 +31,8 @@ class Rows:
 
     def __init__(self, ids: Collection[int], job: Job) -> None:
         self.ids, self.job = sorted(ids) or _added(job), job
-        self._names: list[str] = []
+        self._places: list[tuple[nn.Module, str]] = []
+        """Modules, and the names of their parameters that have such rows."""
         self._held: list[nn.Parameter] = []
         self._rows: dict[tuple[int, int], Tensor] = {}
         """Window of rows → those of added tokens in it."""
@@ -64,13 +65,15 @@ class Rows:
             module, _, key = name.rpartition(".")
             owner: Any = part.get_submodule(module)
             owner.trained_at_first = {key: len(self.ids) * parameters[name][0].numel()}
-        self._names += names
-        return Applied(part, tuple(names), f"{len(self.ids)} rows each", after_backward=self._only_new)
+            self._places.append((owner, key))
+        note = f"{len(self.ids)} rows each"
+        return Applied(part, tuple(names), note, on_micro_batch=self._look_up, after_backward=self._only_new)
 
-    def start(self, model: Model) -> None:
-        """The parameters have their memory."""
-        found = {name: one for part in model.parts for name, one in part.named_parameters(remove_duplicate=False)}
-        self._held = list({id(found[name]): found[name] for name in self._names}.values())
+    def _look_up(self, micro: MicroBatch) -> None:
+        """Before the first forward, when the parameters have their memory."""
+        if not self._held:
+            found = [one for module, key in self._places if (one := module._parameters[key]) is not None]
+            self._held = list({id(one): one for one in found}.values())
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

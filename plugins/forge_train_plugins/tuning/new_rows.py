@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from forge_train import Ge, Phase, Plugin, Transform, hookimpl, section
 
 if TYPE_CHECKING:
-    from forge_train import Job, Model, Span, SpanName
+    from forge_train import Job, Span, SpanName
 
 
 class NewRows(Plugin):
@@ -38,10 +38,6 @@ class NewRows(Plugin):
 
         self._rows = Rows(self.config.ids, job)
         return Transform(Phase.ADAPT, "new_rows", self._rows.apply, after=("freeze", "lora"))
-
-    @hookimpl
-    def on_start(self, model: Model) -> None:
-        self._rows.start(model)
 
     @hookimpl
     def around(self, span: SpanName) -> Span | None:
