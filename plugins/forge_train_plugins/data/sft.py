@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +25,7 @@ from forge_train_kit.data.plugin import (
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import CheckpointEvent, Finished, Job, Model
+    from forge_train import CheckpointEvent, Finished, Job, Model, Span, SpanName
     from forge_train.config import Config as RunConfig
     from forge_train_kit.data.documents import Documents
     from forge_train_kit.data.held_out import Side
@@ -87,6 +88,10 @@ class SFT(DataPlugin):
     config: Config
     _sides: Mapping[Side, Documents] | None = None
     _epoch: Pieces | None = None
+    _model: Model | None = None
+    _end: int | None = None
+    """The token that ends a turn."""
+    _begins = True
 
     @classmethod
     def implied_values(cls, config: Any) -> Mapping[str, Any]:
@@ -177,11 +182,29 @@ class SFT(DataPlugin):
         if job.dist.main and self._sides is not None and self._epoch is not None:
             tell_learned("sft", "turns" if self.config.each_turn else "conversations", self._sides, self._epoch, job)
 
+        self._model = model
+
+    @hookimpl
+    def around(self, span: SpanName) -> Span | None:
+        return self._beginning if span == "step" else None
+
+    @contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """Before the first step, when the weights are there: warn of an end of turns that can't be learned."""
+        if self._begins and self._job is not None and self._model is not None and self._end is not None:
+            from forge_train_kit.data.unlearned import warn_of_unlearned_stop
+
+            way_out = f"-p new_rows -s 'new_rows.ids=[{self._end}]'"
+            warn_of_unlearned_stop(self._model, self._job, "sft", self._end, way_out)
+        self._begins = False
+        yield
+
     @hookimpl
     def on_checkpoint(self, event: CheckpointEvent) -> None:
         """Complete the tokenizer's files, which exports and `forge generate` read."""
         from forge_train_kit.data.chats import save_template
 
+        self._begins = self._begins and event.kind != "loaded"
         if event.kind == "saving" and self._job is not None:
             save_template(self._job, self.config.template, self.config.template_options)
 
@@ -195,9 +218,11 @@ class SFT(DataPlugin):
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
-            from forge_train_kit.data.prepare.cached import obtained
+            from forge_train_kit.data.prepare.cached import end_of_turns, obtained
 
-            self._sides = obtained(self._wanted(job), job, "sft").sides
+            wanted = self._wanted(job)
+            self._sides = obtained(wanted, job, "sft").sides
+            self._end = end_of_turns(wanted, job)
         return self._sides
 
     def _wanted(self, job: Job) -> Preparation:

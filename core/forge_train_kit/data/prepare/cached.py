@@ -64,6 +64,17 @@ def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
     return prepared
 
 
+def end_of_turns(wanted: Preparation, job: Job) -> int | None:
+    """The token that ends a turn in the template of a preparation; None where it ends with plain text, or where a lone
+    file of another name is the tokenizer."""
+    path = Path(wanted.tokenizer)
+    folder = path.parent if path.name == model_files.TOKENIZER else path
+    if folder.is_file():
+        return None
+    template = open_template(wanted.template, folder if path.exists() else None, options=wanted.template_options)
+    return turn_end(template, hookspecs.tokenizer(job))
+
+
 def _check_template(wanted: Preparation, job: Job, name: str) -> None:
     """Refuse a template that is not there, or can't end a turn, before anything is read."""
     path = Path(wanted.tokenizer)
