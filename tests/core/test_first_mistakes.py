@@ -125,7 +125,10 @@ def test_an_option_of_a_type_that_toml_lacks(tmp_path: Path, plugin: type[toys.B
             ("train", "-p", "package.module"),
             "A class that is not installed is named package.module:Class, or by its file: ./file.py.",
         ),
-        (("train", "-p", "lion", "-s", "adamw.lr=1"), "a default that stepped aside for another plugin: leave it out."),
+        (
+            ("train", "-p", "lion", "-s", "adamw.lr=1"),
+            "section [adamw] has no effect, because 'lion' takes the place of 'adamw': leave it out.",
+        ),
         (("train", "-p", "lion,adamw"), "both fill the slot 'optimizer'; leave adamw or lion out of --plugins."),
     ],
 )

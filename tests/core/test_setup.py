@@ -179,8 +179,8 @@ def test_the_section_of_a_displaced_default(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("forge_train_tools.configuration.request.presets", lambda: {**known, "mine": preset})
     assert "adamw" not in ask("lion", config="mine").config.sections  # dropped with a note
     assert ask(config="mine").config.sections["adamw"].lr == 0.5
-    aside = "section [adamw] belongs to a default that stepped aside for another plugin"
-    told = f"{aside}: remove the section, or say"
+    aside = "section [adamw] has no effect, because 'lion' takes the place of 'adamw'"
+    told = f"{aside}: remove it, or keep it with --without adamw."
     assert f"--set adamw.eps=1: {aside}: leave it out." in refused("lion", config="mine", set=["adamw.eps=1"])
     own = tmp_path / "own.toml"
     for text in ("preset = 'mine'\n[adamw]\nlr = 0.1\n", "preset = 'mine'\n[adamw]\n"):

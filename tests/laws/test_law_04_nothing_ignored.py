@@ -48,7 +48,7 @@ def refused(folder: Path, text: str = "", **more: Any) -> str:
             "my.toml:3: section [lion] belongs to a plugin that is not enabled: add --plugins lion.",
         ),
         ("[lion]\n", "my.toml:3: section [lion] belongs to a plugin that is not enabled"),
-        ("[text]\n", "my.toml:3: section [text] belongs to a default that stepped aside"),
+        ("[text]\n", "my.toml:3: section [text] has no effect, because 'toy_data' takes the place of 'text'"),
         ("[nonsense]\n", "my.toml:3: there is no section [nonsense]."),
         ("lion.lr = 1.0\n", "my.toml:3: section [lion] belongs to a plugin that is not enabled"),
         (

@@ -43,7 +43,8 @@ class Resolution:
     removed: set[str] = field(default_factory=set)
     defaults: dict[str, str] = field(default_factory=dict)
     """Slot → default in use."""
-    displaced: set[str] = field(default_factory=set)
+    displaced: dict[str, str] = field(default_factory=dict)
+    """Default → the plugin that takes its place."""
     sometimes: set[str] = field(default_factory=set)
     """Defaults for another number of processes, or another precision. One file serves for all of them."""
     idle: dict[str, str] = field(default_factory=dict)
@@ -197,10 +198,10 @@ class Resolution:
 
     def _defaults(self, wanted: Mapping[str, str], explicit: list[EnabledPlugin]) -> list[EnabledPlugin]:
         """Defaults of slots that nobody else fills. One that is displaced in one slot steps aside from all."""
-        provided = {slot for plugin in explicit for slot in plugin.provides}
-        filled = {slot for slot in provided if slot not in self.specs or self.specs[slot].kind == "slot"}
+        slots = {slot for slot, spec in self.specs.items() if spec.kind != "slot"}
+        filled = {slot: one.name for one in explicit for slot in one.provides if slot not in slots}
         names = {plugin.name for plugin in explicit}
-        self.displaced |= {name for slot, name in wanted.items() if slot in filled and name not in names}
+        self.displaced |= {name: filled[slot] for slot, name in wanted.items() if slot in filled and name not in names}
         founds: dict[str, PluginRef] = {}
         for slot, name in wanted.items():
             if name in self.removed or name in self.displaced or (slot in filled and name not in names):

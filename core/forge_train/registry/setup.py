@@ -210,10 +210,10 @@ def _sections(tree: Tree, enabled: list[EnabledPlugin], resolution: Resolution) 
         if name in left_out or (name in resolution.known.keys() | resolution.displaced and origin.kind == "preset"):
             log.info("%s: section [%s] is left out, because its plugin is not enabled.", origin, name)
             tree.drop(name)
-        elif name in resolution.displaced:
-            way_out = f"remove the section, or say --without {name}" if origin.kind == "file" else "leave it out"
+        elif other := resolution.displaced.get(name):
+            way_out = f"remove it, or keep it with --without {name}" if origin.kind == "file" else "leave it out"
             resolution.mistakes.append(
-                f"{origin}: section [{name}] belongs to a default that stepped aside for another plugin: {way_out}."
+                f"{origin}: section [{name}] has no effect, because {other!r} takes the place of {name!r}: {way_out}."
             )
         elif name in resolution.known:
             resolution.mistakes.append(
