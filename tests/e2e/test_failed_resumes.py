@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,38 @@ def test_a_failed_resume_changes_nothing_that_the_next_one_reads(place: Path, se
     assert content() == before
     run("train", "--resume", RUN, "-s", "train.steps=3")
     assert content()["config.toml"] != before["config.toml"]
+
+
+REFUSING = """
+from forge_train import ConfigError, Plugin, hookimpl
+
+class Refusing(Plugin):
+    \"""Refuses what was loaded.\"""
+    api = (1, 0)
+
+    @hookimpl
+    def on_checkpoint(self, event):
+        if event.kind == "loaded":
+            raise ConfigError("not this one")
+"""
+
+
+def test_a_resume_that_is_refused_late_keeps_metrics_of_steps_after_the_checkpoint(place: Path) -> None:
+    """A killed run may have logged some."""
+    file = RUN / "metrics.jsonl"
+    last = file.read_text(encoding="utf-8").splitlines()[-1]
+    with file.open("a", encoding="utf-8") as out:
+        out.write(f"{json.dumps({**json.loads(last), 'step': 3})}\n")
+    before = file.read_bytes()
+    Path("refusing.py").write_text(REFUSING, encoding="utf-8")
+    allowed = ("-s", 'checkpoint.allow_changes=["refusing"]')
+    refused = forge("train", "--resume", RUN, "-p", "./refusing.py", *allowed, "-s", "train.steps=3")
+    assert "not this one" in one_message(refused, 2)
+    assert file.read_bytes() == before
+    run("train", "--resume", RUN, "-s", "train.steps=3")
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines].count(3) == 1
+    assert lines[-1]["loss"] != json.loads(last)["loss"]
 
 
 def test_a_base_that_was_moved_is_named(place: Path, moved: Path) -> None:

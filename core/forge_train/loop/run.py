@@ -31,8 +31,15 @@ MODEL_FILES = "tokenizer"
 """Folder of files that go with the model, such as its tokenizer's, in a run and in each of its checkpoints."""
 
 
-def describe_run(run: Run, config: Config, hooks: Hooks, *, fresh: bool) -> None:
+def describe_run(run: Run, config: Config, hooks: Hooks, step: int = 0, *, fresh: bool) -> None:
     """Describe the run in its folder; a fresh one takes the files that it keeps anew.
+
+    Args:
+        run: to describe.
+        config: of the run.
+        hooks: of the run.
+        step: where it goes on; metrics of later steps are dropped.
+        fresh: whether it begins.
 
     Raises:
         ConfigError: if it can't be written.
@@ -44,6 +51,7 @@ def describe_run(run: Run, config: Config, hooks: Hooks, *, fresh: bool) -> None
         write_whole(run.dir / "config.toml", to_toml(config, hooks))
         write_json(run.dir / "plugins.json", plugin_list(hooks))
         write_json(run.dir / "environment.json", environment())
+    run.cut_metrics(step)
 
 
 def set_aside(run: Run) -> Path:

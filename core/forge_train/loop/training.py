@@ -32,11 +32,12 @@ class Training:
     Args:
         stepper: takes the steps.
         setup: how they were configured.
-        describe: describes the run anew, once it has taken a step; if it fails before, it can be continued as it was.
+        describe: describes the run anew, from a step on, once it has taken one; if it fails before, it can be continued
+            as it was.
     """
 
     @during("build")
-    def __init__(self, stepper: Stepper, setup: Setup, describe: Callable[[], None] | None = None) -> None:
+    def __init__(self, stepper: Stepper, setup: Setup, describe: Callable[[int], None] | None = None) -> None:
         self.stepper, self.job, self.model = stepper, stepper.job, stepper.model
         self.progress, job = Progress(), stepper.job
         self._base: Base | None = None
@@ -47,7 +48,7 @@ class Training:
         self.saver = Saver(job, self.policy, setup.copies)
         self._meter = Meter(job)
         self.loss: float | None = None
-        self.stepped, self._describe = False, describe or (lambda: None)
+        self.stepped, self._describe = False, describe or (lambda _: None)
         self.told_of_end: set[str] = set()
         """Plugins that were told how the run ended. If a later one fails then, they are not told again."""
 
@@ -100,7 +101,7 @@ class Training:
                 result = self.stepper.run(self.progress)
             if not self.stepped:
                 self.stepped = True
-                self._describe()
+                self._describe(result.step - 1)
                 self.job.dist.settle(self.job.config.run.timeout)
                 optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
             self.stepper.tell(result)
@@ -122,7 +123,7 @@ class Training:
                 self._save(result, last=last)
                 self._rolled_back()
         if not self.stepped:
-            self._describe()
+            self._describe(self.progress.step)
         self.saver.wait()
         return self._finish("done", 0)
 
@@ -215,8 +216,9 @@ class Training:
     def _load(self, path: Path) -> None:
         changes, self._base = restore(self.stepper, self.progress, path)
         if self.job.dist.main:
-            self.job.run.cut_metrics(self.progress.step)
-            self.loss = self.job.run.last_loss()
+            if self.stepped:  # else the run may be refused yet, and stays as it was
+                self.job.run.cut_metrics(self.progress.step)
+            self.loss = self.job.run.last_loss(self.progress.step)
         own = path.parent == self.job.run.checkpoints
         if own:  # a roll-back may have come after this checkpoint
             noted = self.job.dist.on_main(lambda: left_out(self.job.run.dir))

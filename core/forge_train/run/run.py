@@ -69,12 +69,10 @@ class Run:
         """Drop metrics of steps after `step`."""
         self.records.cut(step)
 
-    def last_loss(self) -> float | None:
-        """The loss of the newest logged step."""
-        loss = None
-        for line in read(self.records.metrics_file, strict=False):
-            loss = line["loss"]
-        return loss
+    def last_loss(self, step: float = float("inf")) -> float | None:
+        """The loss of the newest logged step, not counting those after `step`."""
+        found = [line["loss"] for line in read(self.records.metrics_file, strict=False) if line["step"] <= step]
+        return found[-1] if found else None
 
     def open(self) -> None:
         """Make the folder.
