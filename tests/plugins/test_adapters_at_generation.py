@@ -104,6 +104,30 @@ def test_logits_are_those_of_peft(models: Path, base: str, factors: dict[str, fl
     assert (found - plain).abs().max() > 0.1
 
 
+def test_a_run_of_some_weights_whose_base_was_moved(models: Path, tmp_path: Path) -> None:
+    """The command names its place."""
+    import_checkpoint(models / "base", tmp_path / "base")
+    only = (
+        'freeze.parameters=["*"]',
+        'freeze.but=["layers.0.*"]',
+        'checkpoint.only=["layers.0.*"]',
+        f"train.init_from={tmp_path / 'base'}",
+    )
+    request = Request(
+        config=str(tmp_path / "base" / "config.toml"),
+        plugins=("freeze",),
+        without=("console", "tensorboard"),
+        set=(*SHORT, "adamw.lr=0.01", f"text.path={models / 'text.txt'}", *only),
+    )
+    run_ = train(resolve(request), run_dir=tmp_path).run
+    before = open_model(run_, adapters={str(models / "a"): 1.0}).logits(IDS)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    values = {"train.init_from": tmp_path / "moved"}
+    found = open_model(run_, set=values, adapters={str(models / "a"): 1.0}).logits(IDS)
+    assert torch.equal(found, before)
+    assert not torch.equal(found, open_model(run_, set=values).logits(IDS))
+
+
 def test_the_command(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(models)
 

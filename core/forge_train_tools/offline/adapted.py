@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -12,14 +11,12 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.compose import compose
-from forge_train.loop.assembly import load_initial
 from forge_train.mesh.layout import Device
 from forge_train.registry.setup import Setup
 from forge_train.store.shards import Box
-from forge_train_kit.facts import ADDS
+from forge_train_kit.facts import ADDS, tuners
 from forge_train_kit.hf.folder import is_hugging_face
 from forge_train_kit.hf.start import merged
-from forge_train_kit.hookspecs import initial_weights
 from forge_train_kit.state_map.views import Stored, read
 
 from ..configuration.request import Request
@@ -62,12 +59,14 @@ def add_adapters(opened: Opened, adapters: Mapping[str, float], plugins: tuple[s
 
 
 def _changes(opened: Opened, folder: str, plugins: tuple[str, ...]) -> dict[str, Tensor]:
-    """Weight → what an adapter adds to it."""
+    """Weight → what an adapter adds to it. Its model has the base's weights as they are open: where they lie may be
+    known to the command alone."""
     device = cast("Device", opened.job.device.type)
-    job = lone_job(_setup(opened.path, folder, plugins), opened.path, device)
-    model = compose(job, extra=False).model
-    load_initial(model, job, initial_weights)
-    tensors = model.state_dict()
+    job = lone_job(_setup(opened, folder, plugins), opened.path, device)
+    tensors = compose(job, extra=False).model.state_dict()
+    with torch.no_grad():
+        for name, one in opened.model.state_dict().items():
+            tensors[name].copy_(one)
 
     def fetch(name: str, box: Box) -> Tensor:
         return tensors[name][tuple(slice(*bounds) for bounds in box)].float()
@@ -80,13 +79,14 @@ def _changes(opened: Opened, folder: str, plugins: tuple[str, ...]) -> dict[str,
     }
 
 
-def _setup(path: Path, folder: str, plugins: tuple[str, ...]) -> Setup:
-    """The base with the plugin that reads the adapter."""
+def _setup(opened: Opened, folder: str, plugins: tuple[str, ...]) -> Setup:
+    """The base with the plugin that reads the adapter, and without those that say what of it is trained."""
+    path = opened.path
     if is_hugging_face(path):
         asked = Request(model_from=str(path), plugins=plugins, set=("checkpoint.only=[]",))  # nothing is saved
         request = starting_from(continuing(asked, folder, path))
         return resolve(request, data=False, opened=True, measured=False)
     asked = Request(set=tuple(as_assignments({"train.init_from": path.absolute()})))
     more = continuing(asked, folder, path)
-    wanted = Wanted(more.plugins, more.set, data=False, left_out=_ITS_START)
+    wanted = Wanted(more.plugins, more.set, data=False, left_out=_ITS_START, without=tuners(opened.job))
     return setup_of(path, checkpoint.read_state(path), wanted=wanted)

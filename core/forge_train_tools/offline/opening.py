@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,8 @@ class Wanted:
     """False leaves data unopened."""
     left_out: tuple[str, ...] = ()
     """Keys to leave out of the configuration."""
+    without: tuple[str, ...] = ()
+    """Plugins to leave out."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def setup_of(
     request = Request(
         config=file,
         plugins=asked_for.plugins,
-        without=tuple(sorted(named - kept - already - needed - more)),
+        without=tuple(sorted({*(named - kept - already - needed - more), *asked_for.without})),
         set=asked_for.set,
         left_out=(*(".".join(key) for key in gone), *asked_for.left_out),
         sections={"parallel": {**dict.fromkeys(added_axes(tree), 1), **Layout(dp_shard=-1 if world > 1 else 1).axes()}},
@@ -190,7 +192,7 @@ def setup_of(
         if error.where.key.startswith("parallel."):
             why = f"can't be opened on {world} process{'es' * (world > 1)}"
         raise ConfigError(f"{path} {why}:\n{error}") from error
-    if edits := list(_edited(setup, saved)):
+    if edits := list(_edited(setup, saved, asked_for.without)):
         raise ConfigError(
             f"{path}: holds another model than its config.toml describes:\n  "
             + "\n  ".join(edits)
@@ -215,16 +217,17 @@ _MODEL = {"build_model", "attention", "feed_forward", "head", "tail", "paralleli
 """Hooks whose plugins decide what a model computes from its weights."""
 
 
-def _edited(setup: Setup, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Values of the model that are other ones than those sealed in the checkpoint, without those of `--set`.
+def _edited(setup: Setup, saved: Mapping[str, Any], without: Collection[str]) -> Iterator[str]:
+    """Values of the model that are other ones than those sealed in the checkpoint, without those of `--set`, and of
+    plugins that are left out on purpose.
 
     A value that this forge or the one that saved the checkpoint does not know is left out.
     """
     sealed: Mapping[str, Any] = saved.get("config", {})
     enabled = setup.hooks.enabled
     known = {found.name: found for found in discover()}
-    for entry in saved["enabled"] if sealed else ():
-        if (name := entry["name"]) not in enabled and name in known and implemented(load(known[name])) & _MODEL:
+    for name in (entry["name"] for entry in saved["enabled"] if sealed):
+        if name not in {*enabled, *without} and name in known and implemented(load(known[name])) & _MODEL:
             yield f"{name}: plugin enabled when it was saved, not now"
     of_model = {name for name, one in enabled.items() if not one.neutral and implemented(one.cls) & _MODEL}
     asked = {key for key, origin in setup.config.origins.items() if origin.kind in ("--set", "FORGE_SET", "plugin")}
