@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from forge_train import (
     StepResult,
     Update,
     hookimpl,
+    section,
 )
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.checkpoint import check, found
@@ -189,23 +192,40 @@ def test_what_differs_is_spelled_out_and_what_is_allowed_may(tmp_path: Path) -> 
     assert len(event["changes"]) == 3
 
 
+class Nested(Plugin):
+    """Has an option with keys of its own."""
+
+    api = (1, 0)
+
+    @section
+    class Config:
+        table: Mapping[str, int] = field(default_factory=dict)
+
+    @hookimpl
+    def on_gradients(self, update: Update) -> None:
+        pass
+
+
 @pytest.mark.unit
+@pytest.mark.parametrize(("key", "value"), [("cosine.floor", 0.5), ("nested.table", {"a": 1}), ("nested.table.a", 1)])
 def test_an_option_that_the_checkpoint_did_not_know_is_a_difference_where_it_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
 ) -> None:
     """A newer version has more options, and does by default what the older one did."""
-    toys.run(tmp_path, name="a", steps=4, stop_at=2)
+    option = ".".join(key.split(".")[:2])
+    toys.run(tmp_path, Nested, name="a", steps=4, stop_at=2)
     read = checkpoint.read_state
 
     def older(path: Path) -> Any:
         state = dict(read(path))
-        state["config"] = {key: value for key, value in state["config"].items() if key != "cosine.floor"}
+        state["config"] = {key: value for key, value in state["config"].items() if key != option}
         return state
 
     monkeypatch.setattr(checkpoint, "read_state", older)
-    with pytest.raises(ConfigError, match=r"cosine\.floor: None in the checkpoint, 0\.5 now"):
-        toys.run(tmp_path, name="a", steps=4, config={"cosine.floor": 0.5})
-    assert toys.run(tmp_path, name="a", steps=4).finished.step == 4
+    now = {"cosine.floor": 0.5, "nested.table": {"a": 1}}[option]
+    with pytest.raises(ConfigError, match=re.escape(f"{option}: None in the checkpoint, {now} now")):
+        toys.run(tmp_path, Nested, name="a", steps=4, config={key: value})
+    assert toys.run(tmp_path, Nested, name="a", steps=4).finished.step == 4
 
 
 @pytest.mark.unit

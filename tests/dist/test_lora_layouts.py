@@ -16,7 +16,7 @@ from forge_train.engine import train
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.adapters import export_adapter
-from forge_train_tools.testing import Verifier
+from forge_train_tools.testing import Pool, Verifier
 from hf_layouts import Foreign
 
 pytestmark = [pytest.mark.dist]
@@ -74,6 +74,19 @@ def test_so_does_one_that_begins_as_singular_directions(layout: str, verify: Ver
     reference = compositions._request(composition_file, ("lora",), {**own, "train.micro_batch": 4})
     verdict = verify(request, world, steps=2, reference=reference)
     assert verdict.agree, verdict
+
+
+@pytest.mark.parametrize(("plugin", "settings"), [("ddp", {}), ("tp", {"parallel.tp": 2})])
+def test_ranks_with_whole_factors_take_those_of_the_first(
+    plugin: str, settings: dict[str, Any], ranks: Pool, tmp_path: Path
+) -> None:
+    """Singular vectors may have either sign, and each rank finds its own."""
+    config = {"lora.start": "pissa", "lora.rank": 4, "train.init_missing": [], "checkpoint.only": [], **settings}
+    first, second = ranks.run(
+        "pissa_cases:begun", 2, timeout=200, folder=str(tmp_path), plugins=[plugin], config=config
+    )
+    assert {name.split("lora_")[1] for name in first} == {"A_start", "B_start"}
+    assert first == second
 
 
 @pytest.fixture(scope="module")
