@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "show": (".config:show", "Show every value of a run, and where it comes from."),
     "init": (".config:init", "Write a configuration with comments."),
+    "import": (".config:import_", "Write another trainer's configuration as one of Forge's."),
 }
 
 
@@ -89,6 +90,28 @@ def init(request: Request, output: str | None) -> None:
         return
     screen.write(path, text)
     click.echo(f"Wrote {path}. Train with: forge train {path}")
+
+
+@click.command("import", short_help="Write another trainer's configuration as one of Forge's.")
+@click.argument("trainer", type=click.Choice(["axolotl"]))
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--output", "-o", metavar="FILE", help="File to write; an existing file is never overwritten.")
+def import_(trainer: str, file: Path, output: str | None) -> None:
+    """Write FILE, a YAML file of axolotl, as a TOML file. Its first lines say what was left out, and why.
+
+    \b
+    forge config import axolotl lora.yml -o lora.toml
+    """
+    from .axolotl import read, translate
+
+    if output and Path(output).exists():
+        raise ConfigError(f"{output}: exists already; choose another name, or remove it.")
+    text = translate(read(file)).text(file, output or "THIS_FILE")
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    screen.write(Path(output), text)
+    click.echo(f"Wrote {output}. Its first lines say what was left out, and how to train with it.")
 
 
 def _plot(setup: Setup, shown: bool, file: Path | None) -> None:
