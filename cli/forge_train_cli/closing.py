@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_train.base.errors import ConfigError, Failure, ForgeError, describe
-from forge_train.loop.run import is_checkpoint
+from forge_train.run.run import is_checkpoint
 from forge_train_tools.launching.world import here
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import click
 from forge_train.base.errors import ConfigError
 from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
-from forge_train.loop.run import is_run
+from forge_train.run.run import is_run
 
 from . import screen
 from .addresses import FETCHED, PLACE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,6 @@ from pathlib import Path
 from .base import disk
 from .base.errors import ConfigError, DivergedError, Failure, ForgeError, describe
 from .base.files import plain, remove_remains, write_json
-from .base.lock import Lock
 from .checkpoint import checkpoint
 from .compose.compose import Composition
 from .config.tree import DEFAULT
@@ -23,9 +21,8 @@ from .contract.model import Model
 from .contract.protocols import Copies
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.resume import check_allowed, compare
-from .loop.run import describe_run, is_kept, is_run, set_aside, to_toml
+from .loop.run import describe_run, set_aside, to_toml
 from .loop.saver import repair_finished
-from .loop.start import Start, changed_values, claim, unclaim
 from .loop.training import Training
 from .loop.weights import load_extra
 from .mesh.axes import CONFIGURED
@@ -33,13 +30,11 @@ from .plugin.job import Job
 from .registry.declared import installed
 from .registry.setup import Setup
 from .run.control import signals
-from .run.run import Run
+from .run.run import Run, is_kept, is_run
+from .run.start import Start, changed_values
 from .step.step import Watcher
 
 log = logging.getLogger("forge_train")
-
-VISIBLE_WITHIN = 5.0
-"""Seconds that a network file system may take to show one node what another has written."""
 
 
 def train(
@@ -68,15 +63,12 @@ def train(
     with ExitStack() as stack:
         dist = stack.enter_context(joined(setup))
         if start is None:
-            start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, plain(resume), notable, setup.copies)))
-            if dist.main and dist.place.max_restarts and start.new and not (config.run.name and resume == "auto"):
-                log.warning("A restart by torchrun begins a new run: only one with a --name goes on.")
+            start = stack.enter_context(setup.claim(dist, config, run_dir, plain(resume), notable))
         elif dist.place.attempt:
             start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
-        run = Run(start.dir, start.lock)
+        run = Run(start.dir, start.check_lock)
         job = Job.of(config, hooks, run, dist)
         found = _found(job, start, setup.copies)
-        _check_shared(job, start, found)
         if found is not None:  # before anything is written: a refused run stays as it is
             compare(job, found)
         else:
@@ -115,37 +107,6 @@ def train(
             if shown is not error:
                 raise shown from error
             raise
-
-
-def _claimed(stack: ExitStack, claimed: tuple[Start, Lock]) -> Start:
-    """A claim that ends with the stack."""
-    stack.callback(unclaim, *claimed)
-    return claimed[0]
-
-
-def _check_shared(job: Job, start: Start, found: Path | None) -> None:
-    """Check that every process sees rank 0's files: all nodes of a run must share a file system.
-
-    Raises:
-        ConfigError: if one does not; names the ranks.
-    """
-    dist, lock = job.dist, start.lock
-    if dist.world == 1 or lock is None:
-        return
-    text = dist.on_main(lambda: lock.read_text(encoding="utf-8"))
-    deadline = time.monotonic() + VISIBLE_WITHIN
-    while not (same := lock.is_file() and lock.read_text(encoding="utf-8") == text) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    needed = {start.dir: same, found: not found or found.is_dir()}
-    missing = next((path for path, seen in needed.items() if not seen), None)
-    everybody = dist.gather_objects((missing, socket.gethostname()))
-    if blind := [rank for rank, (path, _) in enumerate(everybody) if path]:
-        path, host = everybody[blind[0]]
-        raise ConfigError(
-            f"{path}: rank {blind[0]} on {host} does not see what rank 0 on {everybody[0][1]} has there "
-            f"({len(blind)} of {dist.world} ranks do not). All nodes must share the file system of the run folder; "
-            "a relative path begins where each process was started."
-        )
 
 
 def _tell_idle(job: Job, composition: Composition) -> None:

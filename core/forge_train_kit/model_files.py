@@ -14,9 +14,9 @@ from pathlib import Path
 from forge_train.base.errors import ConfigError
 from forge_train.config import Config
 from forge_train.config.schema import FilePath, mark
-from forge_train.loop.run import MODEL_FILES
 from forge_train.plugin.guards import Guarded
 from forge_train.plugin.job import Hooks, Job
+from forge_train.run.run import MODEL_FILES
 
 from . import hookspecs
 from .tokenizer import Tokenizer

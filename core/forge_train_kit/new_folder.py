@@ -10,7 +10,9 @@ from pathlib import Path
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import check_new
-from forge_train.base.lock import Lock, take
+from forge_train.run.run import MODEL_FILES
+
+from .lock import Lock, take
 
 log = logging.getLogger("forge_train")
 WAIT = 0.2
@@ -81,3 +83,10 @@ def _lock(folder: Path, target: Path) -> Lock:
                 log.warning,
                 busy=lambda owner: f"{target}: {owner} is writing it. Wait until it ends, or name a new folder.",
             )
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return True if a folder has only the files that precede a run, left by a process that was killed early."""
+    known = ("log", "checkpoints", "config.toml", MODEL_FILES)
+    parts = (".partial", ".lock.")
+    return path.is_dir() and all(one.name in known or any(p in one.name for p in parts) for one in path.iterdir())

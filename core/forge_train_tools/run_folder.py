@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.base.errors import ConfigError, nearest
-from forge_train.loop.run import is_run
 from forge_train.run.records import read
-from forge_train.run.run import RECORDED, load
+from forge_train.run.run import RECORDED, is_run, load
 
 from .artifacts import recorded, state
 

@@ -169,6 +169,6 @@ def _hint(folder: str) -> str:
 
 def _is_trained(path: Path) -> bool:
     """Return True for a run or a checkpoint."""
-    from forge_train.loop.run import is_checkpoint, is_run
+    from forge_train.run.run import is_checkpoint, is_run
 
     return is_run(path) or is_checkpoint(path)

@@ -15,10 +15,10 @@ import torch
 import forge_cli
 from forge_cli import Ended
 from forge_command import Forge
-from forge_train.base.lock import take
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.seal import ALONE, check
 from forge_train_kit.hf.folder import Folder
+from forge_train_kit.lock import take
 from forge_train_tools.offline import differences
 from full_disk import full_for
 from saving import save_step

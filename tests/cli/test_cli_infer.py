@@ -256,7 +256,7 @@ class TestContinued:
         assert "out.jsonl.partial is damaged" in refusal(out)
 
     def test_two_commands_at_once(self, tmp_path: Path) -> None:
-        from forge_train.base.lock import take
+        from forge_train_kit.lock import take
 
         (tmp_path / "out.jsonl.partial").mkdir()
         lock = take(tmp_path / "out.jsonl.partial")

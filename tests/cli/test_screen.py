@@ -16,8 +16,8 @@ import pytest
 
 from crossed import crossed
 from forge_command import Forge
-from forge_train.loop.start import changed_layout
 from forge_train.mesh.layout import Layout
+from forge_train.run.start import changed_layout
 from forge_train_cli.curves import Curve, drawing
 from forge_train_cli.screen import WIDEST
 from forge_train_kit.data.prepare.progress import Report

@@ -94,7 +94,7 @@ TRIALS = {"score": [("tells texts apart", tells_apart)]}
 CHECKS = """
 from pathlib import Path
 
-from forge_train.loop.run import MODEL_FILES
+from forge_train.run.run import MODEL_FILES
 
 TABLE = Path(__file__).with_name("table")
 

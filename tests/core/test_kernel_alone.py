@@ -42,18 +42,59 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_script_of_ten_lines_trains_with_the_kernel_alone(kernel: Path, tmp_path: Path) -> None:
-    example = shutil.copytree(ROOT / "examples/kernel", tmp_path / "example")
-    script = example / "train.py"
+RESUMES = """
+import json, sys
+from pathlib import Path
+from forge_train.config.tree import Tree
+from forge_train.engine import train
+from forge_train.registry.setup import make_setup
+
+toy = str(Path(__file__).with_name("toy.py"))
+
+def steps(count, **more):
+    values = {"train": {"steps": count, "global_batch": 4, "sequence": 16}, "run": {"name": "toy"}}
+    return train(make_setup(Tree.of(values), plugins=[toy]), **more)
+
+first = steps(4)
+by_name, by_path = steps(8), steps(12, resume=str(first.run))
+other = steps(2, resume="never", run_dir=Path("other"))
+print(json.dumps([[one.step, str(one.run)] for one in (first, by_name, by_path, other)]))
+for more in ({"resume": "never"}, {"resume": "nowhere"}):
+    try:
+        steps(4, **more)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def alone(kernel: Path, script: Path, folder: Path) -> list[str]:
+    """What a script prints, in an interpreter that has nothing else of Forge."""
     libraries = [sysconfig.get_path("purelib"), *site.getsitepackages()]
     # Neither the paths of an editable install (-S) nor those of the environment (-E) lead back to the others.
     command = [sys.executable, "-S", "-E", "-c", DRIVER, str(kernel), str(script), " ".join(OTHERS), *libraries]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    assert float(ended.stdout.splitlines()[-1]) < 0.5, ended.stdout
+    return ended.stdout.splitlines()
+
+
+def test_a_script_of_ten_lines_trains_with_the_kernel_alone(kernel: Path, tmp_path: Path) -> None:
+    example = shutil.copytree(ROOT / "examples/kernel", tmp_path / "example")
+    assert float(alone(kernel, example / "train.py", tmp_path)[-1]) < 0.5
     (run,) = (tmp_path / "runs").iterdir()
     assert json.loads((run / "outcome.json").read_text(encoding="utf-8"))["outcome"] == "done"
     assert (run / "checkpoints/latest").is_file()
+
+
+def test_a_run_of_the_kernel_alone_is_resumed(kernel: Path, tmp_path: Path) -> None:
+    """By its name and by its path; what is there already is never taken for something else."""
+    script = Path(shutil.copytree(ROOT / "examples/kernel", tmp_path / "example")) / "again.py"
+    script.write_text(RESUMES, encoding="utf-8")
+    ends, never, nowhere = alone(kernel, script, tmp_path)[-3:]
+    assert json.loads(ends) == [[4, "runs/toy"], [8, "runs/toy"], [12, "runs/toy"], [2, "other/toy"]]
+    assert never == "ConfigError runs/toy: exists; choose another run.name or folder."
+    assert nowhere == "ConfigError resume: expected 'auto', 'never' or the path of a run, found 'nowhere'."
+    resumed = (tmp_path / "runs/toy/events.jsonl").read_text(encoding="utf-8").count('"resumed"')
+    assert resumed == 2
 
 
 def test_the_script_has_ten_lines() -> None:

@@ -20,9 +20,10 @@ import pytest
 import toys
 from forge_cli import forge, one_message, start
 from forge_train import ConfigError, ForgeError, Plugin, hookimpl
-from forge_train.base import lock
-from forge_train.base.lock import Owner, take
 from forge_train.run.run import Run
+from forge_train.run.start import Start
+from forge_train_kit import lock
+from forge_train_kit.lock import Owner, take
 
 pytestmark = [pytest.mark.unit]
 
@@ -138,7 +139,7 @@ def test_an_owner_gives_signs_of_life(tmp_path: Path) -> None:
 RACE = """
 import os, pathlib, sys, time
 from forge_train import ConfigError
-from forge_train.base.lock import take
+from forge_train_kit.lock import take
 
 def outcome(folder):
     try:
@@ -215,7 +216,7 @@ def test_a_run_that_fails_lets_go(tmp_path: Path, fail: type[Exception]) -> None
 
 def test_two_runs_without_a_name_get_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both began in the same second, and both looked before either made its folder."""
-    from forge_train.loop import start as starting
+    from forge_train_tools.launching import claim as starting
 
     monkeypatch.setattr("time.strftime", lambda *arguments: "now")
     first = toys.run(tmp_path).run
@@ -223,7 +224,7 @@ def test_two_runs_without_a_name_get_two_folders(tmp_path: Path, monkeypatch: py
 
     def too_early(*arguments: Any) -> Any:
         calls.append(arguments)
-        return starting.Start(first, new=True) if len(calls) == 1 else real(*arguments)
+        return Start(first, new=True) if len(calls) == 1 else real(*arguments)
 
     monkeypatch.setattr(starting, "begin", too_early)
     assert toys.run(tmp_path).run == first.with_name(f"{first.name}-2")

@@ -17,9 +17,9 @@ from torch import Tensor
 import chat_model
 from forge_cli import forge, one_message
 from forge_train import ConfigError
-from forge_train.base.lock import Owner
 from forge_train.checkpoint.seal import check
 from forge_train_kit.hf.folder import Folder
+from forge_train_kit.lock import Owner
 from forge_train_kit.new_folder import claimed
 from forge_train_tools.offline.convert import convert_folder
 from forge_train_tools.offline.hf_import import import_checkpoint

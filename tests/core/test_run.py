@@ -15,11 +15,11 @@ from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.base.files import write_whole
 from forge_train.config import Config
 from forge_train.config.sections import RunSection
-from forge_train.loop.run import is_checkpoint, is_run
-from forge_train.loop.start import Start, begin, changed_values
-from forge_train.run.run import Run
+from forge_train.run.run import Run, is_checkpoint, is_run
+from forge_train.run.start import Start, changed_values
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.launching.claim import begin
 from forge_train_tools.testing import installed
 
 pytestmark = pytest.mark.unit

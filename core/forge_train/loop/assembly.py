@@ -20,9 +20,9 @@ from ..mesh.world import World
 from ..plugin import hookspecs
 from ..plugin.job import Job
 from ..registry.setup import Fill, Setup
-from ..run.run import Run
+from ..run.run import Run, is_checkpoint, is_run
 from ..step.step import Stepper, Watcher
-from .run import is_checkpoint, is_run, plugin_list
+from .run import plugin_list
 from .weights import Base, load_weights, new_head_patterns
 
 

@@ -29,11 +29,11 @@ from ..checkpoint.state import (
 from ..config import MAY_DIFFER, differences
 from ..plugin.job import Job
 from ..registry.discovery import discover
+from ..run.start import changed_layout
 from ..step.step import Progress, Stepper
 from ..store.placement import check_alike, describe_odd
 from ..store.tree import split
 from .run import plugin_list, saved_plugins
-from .start import changed_layout
 from .weights import Base, base_beneath, compare_shapes, kept, places, read
 
 log = logging.getLogger("forge_train")

@@ -19,16 +19,13 @@ from ..config import Config
 from ..config.tree import CONDITIONAL, Key
 from ..config.validate import plain
 from ..mesh.world import World
-from ..run.run import Run, load, writing
+from ..run.run import MAKE_A_RUN, MODEL_FILES, Run, load, writing
 
 if TYPE_CHECKING:
     from ..config import Config
     from ..plugin.job import Hooks
 
 log = logging.getLogger("forge_train")
-
-MODEL_FILES = "tokenizer"
-"""Folder of files that go with the model, such as its tokenizer's, in a run and in each of its checkpoints."""
 
 
 def describe_run(run: Run, config: Config, hooks: Hooks, step: int = 0, *, fresh: bool) -> None:
@@ -64,7 +61,7 @@ def set_aside(run: Run) -> Path:
     aside = run.dir / f"attempt-{1 + max(map(int, numbers), default=0)}"
     with writing(run.dir):
         aside.mkdir()
-        for name in _MAKE_A_RUN:  # which the folder stays, also if this process is killed
+        for name in MAKE_A_RUN:  # which the folder stays, also if this process is killed
             shutil.copyfile(run.dir / name, aside / name)
         if (files := run.dir / MODEL_FILES).is_dir():  # the configuration may name some
             shutil.copytree(files, aside / MODEL_FILES)
@@ -76,37 +73,13 @@ def set_aside(run: Run) -> Path:
     return aside
 
 
-_MAKE_A_RUN = ("config.toml", "plugins.json")
 _ATTEMPT = re.compile(r"attempt-(\d+)$")
 
 
 def _stays(name: str) -> bool:
     """Return True if an entry of a run's folder is not moved: the open log, the lock, and files that are rewritten."""
-    kept = ("log", MODEL_FILES, *_MAKE_A_RUN)
+    kept = ("log", MODEL_FILES, *MAKE_A_RUN)
     return name in kept or name.startswith(".") or _ATTEMPT.match(name) is not None
-
-
-def is_run(path: Path) -> bool:
-    """Return True if a path is a run folder."""
-    return all(_is_file(path / name) for name in _MAKE_A_RUN) and not is_checkpoint(path)
-
-
-def is_kept(path: Path) -> bool:
-    """Return True if a run has a checkpoint or metrics. It is then kept, whatever error ended it."""
-    return is_run(path) and ((path / "metrics.jsonl").is_file() or any((path / "checkpoints").glob("step-*")))
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return True if a path is a checkpoint, complete or not."""
-    return _is_file(path / "state.json")
-
-
-def _is_file(path: Path) -> bool:
-    """Return True if a path is an accessible file; False for a path that is too long."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 def plugin_list(hooks: Hooks) -> list[dict[str, str]]:

@@ -19,9 +19,9 @@ from ..contract.protocols import CheckpointCopies, Copies
 from ..mesh.distributed import DistributedContext
 from ..plugin import hookspecs
 from ..plugin.job import Job
+from ..run.run import MODEL_FILES
 from ..store import save_plan
 from .checkpoint_policy import CheckpointPolicy
-from .run import MODEL_FILES
 
 log = logging.getLogger("forge_train")
 

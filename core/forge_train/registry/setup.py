@@ -21,6 +21,7 @@ from ..mesh.layout import Layout
 from ..plugin.calls import EnabledPlugin, plugin_note
 from ..plugin.job import Hooks, Job
 from ..plugin.plugin import PROJECT, Plugin
+from ..run.start import Claim, claim
 from .declared import section_of
 from .resolution import Resolution
 
@@ -44,6 +45,8 @@ class Setup:
     """Gives the checkpoints that a run has elsewhere."""
     fill: Fill = lambda path, model, job: None
     """Fills a model from `train.init_from` where that is no checkpoint, or `train.init_map` changes its weights."""
+    claim: Claim = claim
+    """Chooses the folder of a run, and keeps it for one job."""
 
 
 @during("configure")

@@ -1,1 +1,1 @@
-"""The folder of a run: its lock, records and artifacts; and the requests that stop or save it."""
+"""The folder of a run: its start, records and artifacts; and the requests that stop or save it."""

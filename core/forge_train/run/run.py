@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base import disk, lock
+from ..base import disk
 from ..base.errors import ConfigError, DivergedError, Failure, describe
 from ..base.files import load_json, write_json
 from ..base.strict_json import COUNT, NUMBER, PAIRS, check_text, dumps, odd
@@ -20,14 +20,51 @@ from .records import EventSchema, Records, read
 
 log = logging.getLogger("forge_train")
 
+MODEL_FILES = "tokenizer"
+"""Folder of files that go with the model, such as its tokenizer's, in a run and in each of its checkpoints."""
+MAKE_A_RUN = ("config.toml", "plugins.json")
+"""Files that every run has."""
+
+
+def is_run(path: Path) -> bool:
+    """Return True if a path is a run folder."""
+    return all(_is_file(path / name) for name in MAKE_A_RUN) and not is_checkpoint(path)
+
+
+def is_kept(path: Path) -> bool:
+    """Return True if a run has a checkpoint or metrics. It is then kept, whatever error ended it."""
+    return is_run(path) and ((path / "metrics.jsonl").is_file() or any((path / "checkpoints").glob("step-*")))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return True if a path is a checkpoint, complete or not."""
+    return _is_file(path / "state.json")
+
+
+def _is_file(path: Path) -> bool:
+    """Return True if a path is an accessible file; False for a path that is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def unlocked() -> None:
+    """Stands for the check of a lock where there is none."""
+
 
 class Run:
-    """One run's folder. Nothing is written before `open`."""
+    """One run's folder. Nothing is written before `open`.
 
-    def __init__(self, folder: Path, lock: Path | None = None) -> None:
+    Args:
+        folder: the folder.
+        check_lock: raises a ForgeError if another job took the folder over; called before anything is written.
+    """
+
+    def __init__(self, folder: Path, check_lock: Callable[[], None] = unlocked) -> None:
         self.dir = folder
         self.id = folder.name
-        self._lock = lock
+        self.check_lock = check_lock
         self.records = Records(folder)
         self.artifacts = Recorder(folder)
 
@@ -41,15 +78,6 @@ class Run:
         path = self.dir / "artifacts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
-
-    def check_lock(self) -> None:
-        """Check that this job still owns the folder.
-
-        Raises:
-            ForgeError: if another process took it over.
-        """
-        if self._lock is not None:
-            lock.check(self._lock)
 
     def register(self, schema: EventSchema) -> None:
         """Make a plugin's kind of event known."""

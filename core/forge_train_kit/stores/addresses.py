@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge_train.base.files import is_remote, plain
-from forge_train.loop.run import is_checkpoint, is_run
+from forge_train.run.run import is_checkpoint, is_run
 
 
 def address_of(place: str) -> str:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import plain
-from forge_train.base.lock import take
 from forge_train.checkpoint.found import newest
-from forge_train.loop.run import is_run
-from forge_train.loop.start import is_unfinished
-from forge_train.run.run import writing
+from forge_train.run.run import is_run, writing
 from forge_train.store.manifest import MANIFEST, NAME
 from forge_train_kit import model_files
 
+from ..lock import take
+from ..new_folder import is_unfinished
 from .addresses import address_of
 from .copies import bring
 from .remote_folder import RemoteFolder

@@ -18,6 +18,7 @@ from forge_train.registry.setup import Setup, make_setup
 from forge_train_kit.hookspecs import initial_weights
 
 from ..hookspecs import checkpoint_copies
+from ..launching.claim import claimed
 from .fitting import named
 from .inspection import inspector
 from .request import Request, UnknownPresetError, lay, prefer_epochs
@@ -66,7 +67,8 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
     except ConfigError as error:
         error.args = (named(str(error)),)
         raise
-    return replace(setup, copies=partial(_copies, setup.hooks), fill=initial_weights)
+    copies = partial(_copies, setup.hooks)
+    return replace(setup, copies=copies, fill=initial_weights, claim=partial(claimed, copies))
 
 
 def _copies(hooks: Hooks, config: Config, run: Path) -> CheckpointCopies:

@@ -12,8 +12,8 @@ from typing import Any
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import load_json, write_json
-from forge_train.base.lock import take
 from forge_train.base.strict_json import COUNT, dumps, odd
+from forge_train_kit.lock import take
 
 _STATE, _LINES = "job.json", "records.jsonl"
 _MOST = 1 << 20

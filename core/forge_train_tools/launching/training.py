@@ -8,28 +8,28 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError
 from forge_train.contract.events import Finished
-from forge_train.loop.run import is_kept, is_run
-from forge_train.loop.start import Start, claim, unclaim
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup
 from forge_train.run import records
-from forge_train.run.run import Run
+from forge_train.run.run import Run, is_kept, is_run
+from forge_train.run.start import Start
+from forge_train_kit.lock import Lock, check
 
 from ..configuration.request import Request
 from ..configuration.setup import resolve
 from ..messages import show_progress, show_warnings
+from .claim import claim, unclaim
 from .launch import Ended, Restart, WorkerCommand, WorkerResult, launch
 
 log = logging.getLogger("forge_train")
 
-PATHS = ("dir", "checkpoint", "lock")
-"""Fields of a Start that are paths."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -67,7 +67,7 @@ def train_several(
     """
     smaller = smaller_layouts(request, nproc, min_nproc) if min_nproc else {}
     start, lock = claim(setup.config, run_dir, resume, tuple(notable), setup.copies)
-    arguments = {"request": dataclasses.asdict(request), "start": _as_json(start), "quiet": quiet}
+    arguments = {"request": dataclasses.asdict(request), "start": _as_json(start, lock), "quiet": quiet}
     logs, layout = start.dir / "log", Layout.of(setup.config.parallel, nproc)
     task = WorkerCommand(f"{__name__}:worker", arguments, logs / "launch", logs, layout=layout, smaller=smaller)
     metrics = start.dir / "metrics.jsonl"
@@ -79,7 +79,7 @@ def train_several(
 
     def on_restart(restart: Restart) -> None:
         nonlocal began
-        _record(Run(start.dir, lock.file), restart.first, last_step(), began, restart)
+        _record(Run(start.dir, start.check_lock), restart.first, last_step(), began, restart)
         began = time.time()
         _restore_screen()
         log.warning(restart.why)
@@ -87,7 +87,7 @@ def train_several(
     try:
         ended = launch(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
         if not ended.signal and not ended.first.well:
-            _record(Run(start.dir, lock.file), ended.first, last_step(), began)
+            _record(Run(start.dir, start.check_lock), ended.first, last_step(), began)
         if ended.code == ConfigError.code and start.new and not is_kept(start.dir):
             shutil.rmtree(start.dir, ignore_errors=True)
     except OSError as error:
@@ -164,15 +164,25 @@ def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mappi
     }
 
 
-def _as_json(start: Start) -> dict[str, Any]:
+def _as_json(start: Start, lock: Lock) -> dict[str, Any]:
     """For the workers, which do not remove the folder."""
-    paths = {name: str(getattr(start, name) or "") for name in PATHS}
-    return {**dataclasses.asdict(start), **paths, "new": False}
+    return {
+        "dir": str(start.dir),
+        "checkpoint": str(start.checkpoint or ""),
+        "continues": start.continues,
+        "notes": start.notes,
+        "lock": str(lock.file),
+    }
 
 
 def _from_json(start: dict[str, Any]) -> Start:
-    paths = {name: Path(start[name]) if start[name] else None for name in PATHS}
-    return Start(**{**start, **paths, "notes": tuple(start["notes"])})
+    return Start(
+        Path(start["dir"]),
+        checkpoint=Path(start["checkpoint"]) if start["checkpoint"] else None,
+        continues=start["continues"],
+        notes=tuple(start["notes"]),
+        check_lock=partial(check, Path(start["lock"])),
+    )
 
 
 def _restore_screen() -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-from forge_train.loop.run import is_checkpoint, is_run
+from forge_train.run.run import is_checkpoint, is_run
 from forge_train_kit.hf.folder import is_hugging_face
 
 log = logging.getLogger("forge_train")

@@ -16,7 +16,6 @@ from forge_train.config import differences
 from forge_train.config.tree import Key, Tree
 from forge_train.contract.model import Model
 from forge_train.loop.assembly import load_initial
-from forge_train.loop.run import is_run
 from forge_train.loop.weights import load_weights
 from forge_train.mesh.axes import CONFIGURED
 from forge_train.mesh.distributed import DistributedContext
@@ -27,6 +26,7 @@ from forge_train.plugin.job import Job
 from forge_train.registry.declared import installed, spec_modules
 from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup
+from forge_train.run.run import is_run
 from forge_train_kit.hf.folder import is_hugging_face
 from forge_train_kit.hookspecs import initial_weights
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from forge_train.base.errors import ConfigError, ForgeError
 from forge_train.base.files import check_new, is_remote
-from forge_train.base.lock import Lock, take
 from forge_train.checkpoint import checkpoint, seal
 from forge_train.checkpoint.found import name_latest
-from forge_train.loop.run import is_checkpoint, is_run
+from forge_train.run.run import is_checkpoint, is_run
 from forge_train.store import manifest
+from forge_train_kit.lock import Lock, take
 from forge_train_kit.new_folder import claimed
 from forge_train_kit.stores.fetching import locate
 from forge_train_kit.stores.remote_folder import RemoteFolder

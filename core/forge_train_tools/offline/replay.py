@@ -19,7 +19,6 @@ from forge_train.checkpoint.seal import ALONE
 from forge_train.contract.batch import MASKED, Batch
 from forge_train.loop.assembly import assemble, load_initial, prepare_process
 from forge_train.loop.resume import restore
-from forge_train.loop.run import is_run
 from forge_train.loop.weights import load_extra
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
@@ -29,7 +28,7 @@ from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 from forge_train.run import records
-from forge_train.run.run import Run
+from forge_train.run.run import Run, is_run
 from forge_train.step.forward import close
 from forge_train.step.step import Progress, Stepper
 from forge_train_kit.hookspecs import initial_weights

@@ -5,18 +5,19 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import remove_remains
-from forge_train.base.lock import take
 from forge_train.checkpoint import checkpoint, seal
 from forge_train.checkpoint.checkpoint import Saved
 from forge_train.checkpoint.found import is_kept, name_latest
 from forge_train.run.run import Run
 from forge_train.store.manifest import EDITABLE
+from forge_train_kit.lock import check, take
 from forge_train_kit.stores.copies import best_of
 from forge_train_kit.stores.fetching import locate
 
@@ -100,7 +101,7 @@ def remove(run: Path, retention: Retention) -> Iterator[Saved]:
         name_latest(run / "checkpoints", checkpoint.newest(run / "checkpoints"))  # never one that is removed
         for saved in gone:
             checkpoint.remove(saved)
-            Run(run, lock.file).event("checkpoint_pruned", saved.step, path=saved.path.name)
+            Run(run, partial(check, lock.file)).event("checkpoint_pruned", saved.step, path=saved.path.name)
             yield saved
     finally:
         lock.release()

@@ -1,54 +1,101 @@
-"""Start of a run: its folder, what it continues from, and the claim that gives the folder to one job."""
+"""The folder of a run: what it continues, and the lock that gives it to one job."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
+import socket
 import time
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ..base.errors import ConfigError, describe
-from ..base.lock import Lock, take
-from ..checkpoint.checkpoint import advice
-from ..config import Config, differences
-from ..config.rules import LONGEST_NAME
-from ..contract.protocols import Copies, no_copies
-from ..mesh.axes import CONFIGURED, Axis
-from ..mesh.layout import Layout
-from ..run import records
-from ..run.run import writing
-from .run import MODEL_FILES, is_checkpoint, is_run
+from forge_train.base.errors import ConfigError
+from forge_train.config import Config
+from forge_train.config.rules import LONGEST_NAME
+from forge_train.contract.protocols import Copies, no_copies
+from forge_train.run.run import is_checkpoint, is_run, writing
+from forge_train.run.start import Start
+from forge_train_kit.lock import Lock, check, take
+from forge_train_kit.new_folder import is_unfinished
+
+if TYPE_CHECKING:
+    from forge_train.mesh.distributed import DistributedContext
 
 log = logging.getLogger("forge_train")
 
+VISIBLE_WITHIN = 5.0
+"""Seconds that a network file system may take to show one node what another has written."""
 
-@dataclass(frozen=True)
-class Start:
-    """Start of a run: its folder, and what it continues from."""
 
-    dir: Path
-    checkpoint: Path | None = None
-    """A checkpoint of another run to start from; one of this run is found in its folder."""
-    continues: bool = False
-    """True if the folder already holds this run."""
-    lock: Path | None = None
-    """The file that gives the folder to this job, once it is claimed."""
-    new: bool = False
-    """True if the folder is made for this start."""
-    notes: tuple[str, ...] = ()
-    """Messages for the log about the state in which the folder was found."""
+@contextmanager
+def claimed(
+    copies: Copies,
+    dist: DistributedContext,
+    config: Config,
+    folder: Path,
+    resume: str,
+    notable: tuple[str, ...] = (),
+) -> Iterator[Start]:
+    """Claim the folder of a run for as long as the block lasts; all processes call this.
 
-    def again(self, *, saved: bool) -> Start:
-        """The same run, once its processes were lost; `saved` is whether it has a checkpoint of its own."""
-        if self.checkpoint is not None and not saved:
-            return self
-        return Start(self.dir, continues=is_run(self.dir), lock=self.lock)
+    Args:
+        copies: see `begin`, as for `config`, `folder`, `resume` and `notable`.
+        dist: the processes.
+
+    Raises:
+        ConfigError: as `claim` does, and for nodes that do not share the folder.
+    """
+    held: list[tuple[Start, Lock]] = []
+
+    def on_main() -> Start:
+        held.append(claim(config, folder, resume, notable, copies))
+        return held[0][0]
+
+    try:
+        start = dist.on_main(on_main)
+        if dist.main and dist.place.max_restarts and start.new and not (config.run.name and resume == "auto"):
+            log.warning("A restart by torchrun begins a new run: only one with a --name goes on.")
+        check_shared(start, dist, held[0][1].file if held else None)
+        yield start
+    finally:
+        for one in held:
+            unclaim(*one)
+
+
+def check_shared(start: Start, dist: DistributedContext, lock: Path | None) -> None:
+    """Check that every process sees rank 0's files: all nodes of a run must share a file system.
+
+    Args:
+        start: where the run begins.
+        dist: the processes, which all call this.
+        lock: the file that locks the folder; rank 0 knows it.
+
+    Raises:
+        ConfigError: if one does not; names the ranks.
+    """
+    if dist.world == 1:
+        return
+    file, text = dist.on_main(lambda: (lock, lock.read_text(encoding="utf-8") if lock else ""))
+    if file is None:
+        return
+    deadline = time.monotonic() + VISIBLE_WITHIN
+    while not (same := file.is_file() and file.read_text(encoding="utf-8") == text) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    needed = {start.dir: same, start.checkpoint: start.checkpoint is None or start.checkpoint.is_dir()}
+    missing = next((path for path, seen in needed.items() if not seen), None)
+    everybody = dist.gather_objects((missing, socket.gethostname()))
+    if blind := [rank for rank, (path, _) in enumerate(everybody) if path]:
+        path, host = everybody[blind[0]]
+        raise ConfigError(
+            f"{path}: rank {blind[0]} on {host} does not see what rank 0 on {everybody[0][1]} has there "
+            f"({len(blind)} of {dist.world} ranks do not). All nodes must share the file system of the run folder; "
+            "a relative path begins where each process was started."
+        )
 
 
 def run_id(config: Config, notable: tuple[str, ...]) -> str:
@@ -80,7 +127,8 @@ def claim(
             lock = take(start.dir, log.warning)
         dead = f"{start.dir}: took the lock over from {lock.taken_from}, which is gone." if lock.taken_from else ""
         notes = (dead,) if dead else ()
-        return replace(start, continues=is_run(start.dir), lock=lock.file, notes=notes), lock
+        guarded = replace(start, continues=is_run(start.dir), notes=notes, check_lock=partial(check, lock.file))
+        return guarded, lock
 
 
 def unclaim(start: Start, lock: Lock) -> None:
@@ -116,6 +164,8 @@ def begin(
                 )
             return Start(path, continues=True)
         if not is_checkpoint(path):
+            from forge_train.checkpoint.checkpoint import advice  # which imports torch
+
             if not path.exists() and is_run(run := path.parent.parent):
                 raise ConfigError(f"--resume {resume}: there is no such checkpoint; {_kept(run)}.")
             raise ConfigError(
@@ -134,13 +184,6 @@ def begin(
     return Start(named, continues=is_run(named), new=not named.exists())
 
 
-def is_unfinished(path: Path) -> bool:
-    """Return True if a folder has only the files that precede a run, left by a process that was killed early."""
-    known = ("log", "checkpoints", "config.toml", MODEL_FILES)
-    parts = (".partial", ".lock.")
-    return path.is_dir() and all(one.name in known or any(p in one.name for p in parts) for one in path.iterdir())
-
-
 def _kept(run: Path) -> str:
     """List a run's checkpoints in words."""
     names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
@@ -153,42 +196,3 @@ def _unused(path: Path, config: Config, copies: Copies) -> Path:
     while candidate.exists() or copies(config, candidate).taken():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
-
-
-def changed_layout(checkpoint: Path, saved: Mapping[str, Any], now: Layout) -> str:
-    """`dp_shard 2 then, 1 now` for every axis whose size differs from that of the run's last attempt; empty if none
-    does, or if the folder does not say it."""
-    events = checkpoint.parent.parent / "events.jsonl"
-    begun = [one for one in records.read(events, strict=False) if one.get("event") == "run_started"]
-    axes = {key.removeprefix("parallel."): size for key, size in saved.items() if key.startswith("parallel.")}
-    try:
-        others = tuple(Axis(name) for name in axes if name not in CONFIGURED)
-        then = Layout.of(SimpleNamespace(**axes, __axes__=others), begun[-1]["world"])
-    except (ConfigError, AttributeError, IndexError, KeyError, TypeError):
-        return ""
-    sizes = (then.axes(), now.axes())
-    names = {axis: 1 for layout in sizes for axis in layout}
-    changed = differences(*({**names, **layout} for layout in sizes))
-    return ", ".join(f"{axis} {before} then, {after} now" for axis, before, after in changed)
-
-
-def changed_values(file: Path, text: str) -> list[str]:
-    """`train.steps: 4 then, 8 now` for every value that differs between a run's config.toml and a new one.
-
-    Raises:
-        ConfigError: if the file can't be read.
-    """
-    try:
-        before = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # which editors of Windows write
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: can't read the run's configuration: {describe(error)}.") from error
-    old, new = dict(_flat(before)), dict(_flat(tomllib.loads(text)))
-    return [f"{key}: {then!r} then, {now!r} now" for key, then, now in differences(old, new)]
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

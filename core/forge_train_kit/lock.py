@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from .errors import ConfigError, ForgeError
-from .strict_json import dumps, loads
+from forge_train.base.errors import ConfigError, ForgeError
+from forge_train.base.strict_json import dumps, loads
 
 BEAT = 10.0
 """Seconds between two signs of life."""
