@@ -20,8 +20,8 @@ from forge_train.checkpoint import writing
 from forge_train.checkpoint.found import Saved
 from forge_train.loop.saver import Saver
 from forge_train.mesh.distributed import DistributedContext
-from forge_train.store.consolidated import Format
 from forge_train.store.tree import split
+from forge_train_kit.full_tensors import files_of
 
 ASYNC = {"checkpoint.asynchronous": True}
 
@@ -33,11 +33,11 @@ def save_step(
     dist: DistributedContext,
     *,
     beside: list[Path],
-    form: Format = "sharded",
+    form: str = "sharded",
 ) -> Saved:
     """Write `folder/step-…` as a run does, and have `folder/latest` name it."""
     remove_remains(folder)
-    staged = writing.stage(folder / f"step-{step:08d}", step, state, dist, form=form)
+    staged = writing.stage(folder / f"step-{step:08d}", step, state, dist, files=files_of(form))
     return writing.commit(staged, dist, beside=beside, latest=folder / "latest")
 
 

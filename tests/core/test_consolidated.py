@@ -21,10 +21,10 @@ from forge_train import ConfigError, ForgeError
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.seal import ALONE
 from forge_train.checkpoint.writing import stage
-from forge_train.store import consolidated
-from forge_train.store.consolidated import INDEX, Files
 from forge_train.store.index import read_index
 from forge_train.store.shards import Shard
+from forge_train_kit import full_tensors
+from forge_train_kit.full_tensors import INDEX, Files, files_of
 from forge_train_kit.stores.copies import Sender, Sent
 from forge_train_kit.stores.store import Store
 from forge_train_tools.offline.differences import compare
@@ -84,7 +84,7 @@ def test_every_format_gives_back_what_was_saved(tmp_path: Path, form: str) -> No
 
 
 def test_files_are_cut_at_a_size_and_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consolidated, "SHARD_BYTES", 150)
+    monkeypatch.setattr(full_tensors, "SHARD_BYTES", 150)
     path = save(tmp_path, "safetensors")
     index = json.loads((path / INDEX).read_text())
     files = sorted(path.glob("model-*.safetensors"))
@@ -137,7 +137,7 @@ def test_shards_of_any_cut_make_the_full_tensor(tmp_path: Path, seed: int) -> No
 
 def test_the_room_that_is_asked_for_has_the_full_tensors(tmp_path: Path) -> None:
     state = {"model": {"w": torch.zeros(1000, 1000)}, "optimizer": {"m": torch.zeros(1000, 1000)}}
-    needed = {form: stage(tmp_path / "x", 1, state, ALONE, form=form).shards.plan.bytes for form in FORMS}
+    needed = {form: stage(tmp_path / "x", 1, state, ALONE, files=files_of(form)).shards.plan.bytes for form in FORMS}
     assert needed["both"] - needed["sharded"] == pytest.approx(4_000_000, rel=0.01)
     assert needed["safetensors"] == pytest.approx(needed["sharded"], rel=0.01)
     for form, size in needed.items():

@@ -16,7 +16,7 @@ import torch
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.seal import ALONE
 from forge_train.checkpoint.writing import prune
-from forge_train.store.consolidated import INDEX
+from forge_train_kit.full_tensors import INDEX
 from saving import save_step
 
 pytestmark = [pytest.mark.unit]

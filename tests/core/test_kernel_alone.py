@@ -16,6 +16,7 @@ import pytest
 
 from forge_train import ConfigError
 from forge_train.config.tree import Tree
+from forge_train.engine import train
 from forge_train.registry.setup import make_setup
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,22 @@ def test_a_mistake_in_a_dictionary_of_sections() -> None:
     assert "python: there is no section [tray]. Did you mean 'train'?" in str(caught.value)
     assert "python: train.stepz: there is no such key. Did you mean 'steps'?" in str(caught.value)
     assert "python: log.every: expected a number greater than 0, found 0." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [
+        ({"format": "both"}, "checkpoint.format: this setup writes no full tensors, as 'both' asks; set 'sharded'."),
+        ({"mirror": "there"}, "checkpoint.mirror: no enabled plugin makes copies; add --plugins copies."),
+    ],
+)
+def test_what_the_kernel_alone_does_not_do_is_refused(tmp_path: Path, checkpoint: dict[str, Any], said: str) -> None:
+    values = {"train": {"steps": 2, "global_batch": 4, "sequence": 16}, "checkpoint": checkpoint}
+    setup = make_setup(Tree.of(values), plugins=[str(ROOT / "examples/kernel/toy.py")])
+    with pytest.raises(ConfigError) as caught:
+        train(setup, run_dir=tmp_path)
+    assert str(caught.value) == said
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

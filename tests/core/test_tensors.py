@@ -14,10 +14,10 @@ from torch import Tensor
 from forge_train import ConfigError, ForgeError
 from forge_train.checkpoint.seal import ALONE
 from forge_train.store import tensors
-from forge_train.store.consolidated import Files
 from forge_train.store.index import Placed, entries_of, read_index, write_index
 from forge_train.store.shards import Box, Shard, whole
 from forge_train.store.tensor_files import file_of, write_shards
+from forge_train_kit.full_tensors import Files
 from forge_train_tools.offline.hf_files import fill_full
 
 pytestmark = pytest.mark.unit

@@ -15,9 +15,9 @@ from torch import Tensor
 from crossed import few, marked
 from forge_train.checkpoint.checkpoint import check, found, shapes
 from forge_train.run.records import read
-from forge_train.store.consolidated import INDEX
 from forge_train.store.shards import whole as whole_range
 from forge_train.store.tensors import read_range
+from forge_train_kit.full_tensors import INDEX
 from forge_train_tools.offline.examine import examine
 from forge_train_tools.testing import Pool
 

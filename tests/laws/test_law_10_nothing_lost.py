@@ -30,6 +30,7 @@ from forge_train.base.files import remove_remains
 from forge_train.checkpoint.writing import commit, stage
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.config.rules import Layout
+from forge_train_kit.full_tensors import files_of
 
 folder, behind, form = pathlib.Path(sys.argv[1]), sys.argv[2] == "behind", sys.argv[3]
 alone = DistributedContext(Layout(), torch.device("cpu"))
@@ -37,7 +38,7 @@ alone = DistributedContext(Layout(), torch.device("cpu"))
 def write(place, step):
     state = {"model": {"w": torch.full((4, 3), float(step)), "v": torch.full((2,), float(step))}, "step": step}
     remove_remains(place)
-    staged = stage(place / f"step-{step:08d}", step, state, alone, copies={} if behind else None, form=form)
+    staged = stage(place / f"step-{step:08d}", step, state, alone, copies={} if behind else None, files=files_of(form))
     for tensor in state["model"].values() if behind else ():
         tensor.zero_()
     commit(staged, alone, beside=[], latest=place / "latest")

@@ -24,9 +24,8 @@ from ..base.errors import ForgeError
 from ..base.files import check_new, put, remove_remains, write_json, write_whole
 from ..base.format import format_bytes
 from ..mesh.distributed import DistributedContext
-from ..store.consolidated import Format
 from ..store.manifest import FORMAT
-from ..store.save_plan import Copies, Fill, Plan, Shards, choose
+from ..store.save_plan import Copies, MakeFiles, Plan, Shards, choose
 from ..store.tree import merged, split
 from .found import Saved, found, is_kept, name_latest, remove, whole
 from .reading import read_state
@@ -53,13 +52,12 @@ def write(
     beside: list[Path],
     contents: Callable[[str], Tensor] | None = None,
     editable: Sequence[str] = (),
-    form: Format = "sharded",
-    fill: Fill | None = None,
+    files: MakeFiles | None = None,
     replace: bool = True,
 ) -> Saved:
     """Write one checkpoint so that it appears whole or not at all; see `stage` and `commit`."""
-    staged = stage(target, step, state, dist, contents=contents, form=form)
-    return commit(staged, dist, beside=beside, editable=editable, fill=fill, replace=replace)
+    staged = stage(target, step, state, dist, contents=contents, files=files)
+    return commit(staged, dist, beside=beside, editable=editable, replace=replace)
 
 
 def stage(
@@ -71,7 +69,7 @@ def stage(
     contents: Callable[[str], Tensor] | None = None,
     copies: Copies | None = None,
     before: Plan | None = None,
-    form: Format = "sharded",
+    files: MakeFiles | None = None,
 ) -> Staged:
     """Take a state apart, and decide who writes what.
 
@@ -85,14 +83,14 @@ def stage(
         copies: where to copy the tensors, so that what follows leaves the checkpoint as it is; the memory of copies
             that are there is used again.
         before: the plan of the run's checkpoint before.
-        form: of the model's weights.
+        files: makes the files of full tensors, if there are to be some.
 
     Raises:
         ForgeError: on every process, if the disk has no room for it.
     """
     tensors: dict[str, Tensor] = {}
     rest = {key: split(value, key, tensors) for key, value in state.items()}
-    shards = choose(tensors, dist, contents=contents, before=before, form=form)
+    shards = choose(tensors, dist, contents=contents, before=before, files=files)
     dist.on_main(lambda: _check_room(target, shards.plan.bytes))
     if copies is not None:
         shards.copy(copies)
@@ -106,7 +104,6 @@ def commit(
     beside: list[Path],
     latest: Path | None = None,
     editable: Sequence[str] = (),
-    fill: Fill | None = None,
     replace: bool = True,
 ) -> Saved:
     """Write what was staged so that it appears whole or not at all.
@@ -117,7 +114,6 @@ def commit(
         beside: files and folders to put into it (the configuration, the list of plugins, the tokenizer).
         latest: the file that names the newest checkpoint, if there is one.
         editable: files beside the tensors that are meant to be edited.
-        fill: see `Shards.write`.
         replace: whether a folder that is there already (a damaged checkpoint, say) may go.
 
     Raises:
@@ -127,7 +123,7 @@ def commit(
     part = target.with_name(f".{target.name}.partial")
     try:
         dist.on_main(lambda: _make_anew(part))
-        hashes = staged.shards.write(part, dist, fill)
+        hashes = staged.shards.write(part, dist)
         dist.on_main(lambda: _describe(part, {"format": FORMAT, "step": step, **staged.state}, beside))
         size = seal(part, step, dist, editable=editable, known=hashes)
         if problem := verify(part, dist, from_disk=True):

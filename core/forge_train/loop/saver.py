@@ -19,6 +19,7 @@ from ..contract.protocols import CheckpointCopies, Copies
 from ..mesh.distributed import DistributedContext
 from ..plugin import hookspecs
 from ..plugin.job import Job
+from ..registry.setup import Formats
 from ..run.run import MODEL_FILES
 from ..store import save_plan
 from .checkpoint_policy import CheckpointPolicy
@@ -55,13 +56,14 @@ class _Flight:
 class Saver:
     """Saves checkpoints, one after the other, and reports them."""
 
-    def __init__(self, job: Job, policy: CheckpointPolicy, elsewhere: Copies) -> None:
+    def __init__(self, job: Job, policy: CheckpointPolicy, elsewhere: Copies, formats: Formats) -> None:
         self._job, self._policy, self._config = job, policy, job.config.checkpoint
         self._stack = ExitStack()
         self.around = hookspecs.around("save", job)
         self._beside = self._stack.enter_context(job.dist.beside()) if self._config.asynchronous else None
         self._copies: save_plan.Copies = {}
         self._plan: Any = None
+        self._files = formats(self._config.format)
         self._flight: _Flight | None = None
         self._began = 0.0
         self._spared: Set[int] = frozenset()
@@ -137,7 +139,7 @@ class Saver:
             job.dist,
             copies=None if behind is None else self._copies,
             before=self._plan,
-            form=self._config.format,
+            files=self._files,
         )
         self._plan = staged.shards.plan
         kept = self._policy.spared(step)

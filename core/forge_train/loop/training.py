@@ -45,7 +45,7 @@ class Training:
         self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
         self._around_step = hookspecs.around("step", job)
         self.policy = CheckpointPolicy(job)
-        self.saver = Saver(job, self.policy, setup.copies)
+        self.saver = Saver(job, self.policy, setup.copies, setup.formats)
         self._meter = Meter(job)
         self.loss: float | None = None
         self.stepped, self._describe = False, describe or (lambda _: None)

@@ -35,6 +35,20 @@ Fill = Callable[[Path, Model, Job], InitialWeights | None]
 """Fills a model from a path, or gives None for a format that it does not read."""
 
 
+Formats = Callable[[str], Any]
+"""`checkpoint.format` → `store.save_plan.MakeFiles`, or None for shards alone."""
+
+
+def only_shards(form: str) -> None:
+    """For runs whose checkpoints are shards.
+
+    Raises:
+        ConfigError: if the configuration asks for full tensors.
+    """
+    if form != "sharded":
+        raise ConfigError(f"checkpoint.format: this setup writes no full tensors, as {form!r} asks; set 'sharded'.")
+
+
 @dataclass(frozen=True)
 class Setup:
     """A run that could start: its configuration and its plugins."""
@@ -45,6 +59,8 @@ class Setup:
     """Gives the checkpoints that a run has elsewhere."""
     fill: Fill = lambda path, model, job: None
     """Fills a model from `train.init_from` where that is no checkpoint, or `train.init_map` changes its weights."""
+    formats: Formats = only_shards
+    """Says what writes the model's weights as full tensors, where `checkpoint.format` asks for that."""
     claim: Claim = claim
     """Chooses the folder of a run, and keeps it for one job."""
 

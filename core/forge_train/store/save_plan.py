@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from ..base.errors import ForgeError, PluginError
 from ..mesh.distributed import DistributedContext
 from ..mesh.world import cores
-from .consolidated import Files, Format
 from .index import Placed, entries_of, write_index
 from .shards import Shard, held, local, tiling_problem
 from .tensor_files import Shapes, file_of, write_shards
@@ -32,8 +31,35 @@ HEADER = 300
 
 Copies = dict[Shard, Tensor]
 """Shards on the host; given again, they are filled again."""
-Fill = Callable[[Path, Files], Mapping[str, str]]
-"""Writes full tensors into their files in a folder, where they have room; gives the hashes that it knows."""
+
+
+class Files(Protocol):
+    """Files of full tensors, for programs that do not know Forge; see `checkpoint.format`."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        ...
+
+    def others(self, shards: Sequence[Shard]) -> list[Shard]:
+        """The shards that are written to files of shards."""
+        ...
+
+    def placed(self) -> list[tuple[str, Placed]]:
+        """Return the places, for the index, of tensors that are not in shards."""
+        ...
+
+    def create(self, folder: Path) -> Mapping[str, str]:
+        """Make the files, before any process writes; gives the hashes of files that are complete."""
+        ...
+
+    def write(self, folder: Path, shards: Sequence[Shard], values: Callable[[Shard], Tensor]) -> None:
+        """Write those of some shards that are parts of these tensors, and flush them."""
+        ...
+
+
+MakeFiles = Callable[[Shapes], Files]
+"""Shapes and dtypes of a checkpoint's tensors → the files of full tensors to write."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +104,12 @@ class Shards:
             torch.cuda.current_stream().synchronize()
         self._values = into.__getitem__
 
-    def write(self, folder: Path, dist: DistributedContext, fill: Fill | None = None) -> dict[str, str]:
+    def write(self, folder: Path, dist: DistributedContext) -> dict[str, str]:
         """Write the shards' files, those of full tensors, and the index into a folder that is there.
 
         Args:
             folder: the folder.
             dist: who writes.
-            fill: writes the full tensors instead, if this is the only process.
 
         Returns:
             On rank 0, the hash of the shards' files, by name of the file.
@@ -93,43 +118,38 @@ class Shards:
             OSError: on every rank, if the disk refuses one of them.
         """
         files = self.plan.files
-        if files is not None:
-            dist.on_main(partial(files.create, folder))
-        hashes = dict(fill(folder, files)) if fill and files else {}
+        hashes = dict(dist.on_main(lambda: files.create(folder))) if files is not None else {}
 
         def gathered(everybody: list[_Written]) -> Sequence[None]:
             if failed := next((one.error for one in everybody if one.error), None):
                 raise failed
             placed = [one for written in everybody for one in written.placed]
-            full = files.placed() if files is not None and files.alone else []
-            write_index(folder, entries_of(self.plan.tensors, [*placed, *full]))
+            write_index(folder, entries_of(self.plan.tensors, [*placed, *(files.placed() if files else ())]))
             for one in everybody:
                 hashes.update(one.hashes)
             return [None] * len(everybody)
 
-        dist.through_main(self._write_mine(folder, dist, filled=fill is not None), gathered)
+        dist.through_main(self._write_mine(folder, dist), gathered)
         return hashes
 
-    def _write_mine(self, folder: Path, dist: DistributedContext, *, filled: bool) -> _Written:
+    def _write_mine(self, folder: Path, dist: DistributedContext) -> _Written:
         """This rank's part. An error is kept: the other ranks must hear of it, or they would wait for ever."""
-        mine, files = self.plan.mine, self.plan.files
-        threads = _threads(mine, dist)
-        full = _shares(files.full(mine), threads) if files and not filled else []
-        parts = _shares(files.others(mine) if files else mine, threads)
+        threads, files = _threads(self.plan.mine, dist), self.plan.files
+        parts = _shares(self.plan.mine, threads)
 
         def write_part(number: int) -> tuple[list[tuple[str, Placed]], dict[str, str]]:
             part, name = parts[number], file_of(dist.rank, number)
+            if files is not None:
+                files.write(folder, part, self._values)
+                part = files.others(part)
+            if not part:
+                return [], {}
             places, found = write_shards(folder / name, part, self._values)
             return [(shard.name, place) for shard, place in zip(part, places, strict=True)], {name: found}
-
-        def write_full(shards: list[Shard]) -> None:
-            assert files is not None
-            files.write(folder, shards, self._values)
 
         try:
             with ThreadPoolExecutor(threads) as pool:
                 written = [*pool.map(write_part, range(len(parts)))]
-                list(pool.map(write_full, full))
             placed = [one for some, _ in written for one in some]
             return _Written(placed, {name: found for _, hashes in written for name, found in hashes.items()})
         except Exception as error:
@@ -154,7 +174,7 @@ def choose(
     *,
     contents: Callable[[str], Tensor] | None = None,
     before: Plan | None = None,
-    form: Format = "sharded",
+    files: MakeFiles | None = None,
 ) -> Shards:
     """Decide, by all ranks together, who writes which shard.
 
@@ -163,7 +183,7 @@ def choose(
         dist: who writes.
         contents: gives a tensor by its name, when it is its turn; `tensors` then only describe them.
         before: the plan of an earlier checkpoint: where no rank holds anything else now, it is taken again.
-        form: of the model's weights; that of `before` is the same.
+        files: makes the files of full tensors, if there are to be some; those of `before` are the same.
 
     Raises:
         PluginError: on every rank, naming a tensor that the ranks' shards don't make up.
@@ -178,12 +198,12 @@ def choose(
             shapes.update({shard.name: (shard.shape, shard.dtype) for shards in everybody for shard in shards})
             written = balanced(everybody)
             _check_tiled(shapes, written)
-            files = None if form == "sharded" else Files.of(shapes, alone=form == "safetensors")
-            size[0] = _size_on_disk(written, files)
-            return [(shards, files) for shards in written]
+            made = files(shapes) if files else None
+            size[0] = _size_on_disk(written, made)
+            return [(shards, made) for shards in written]
 
-        mine, files = dist.through_main(here, together)
-        plan = Plan(here, mine, shapes, files, size[0])
+        mine, full = dist.through_main(here, together)
+        plan = Plan(here, mine, shapes, full, size[0])
     assert plan is not None
     return Shards(plan, lambda shard: contents(shard.name) if contents else local(tensors[shard.name]))
 

@@ -17,11 +17,11 @@ from forge_train.base.files import load_json, regular_size
 from forge_train.base.format import format_list
 from forge_train.base.strict_json import parse_json
 from forge_train.checkpoint.checkpoint import advice
-from forge_train.store.consolidated import INDEX
 from forge_train.store.shards import whole
 from forge_train_kit.model_files import files
 
 from ..format import format_lines
+from ..full_tensors import INDEX
 from ..lfs import check_pointer
 from ..state_map import Box
 

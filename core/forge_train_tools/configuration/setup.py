@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from forge_train.base.errors import ConfigError, during
 from forge_train.base.names import canonical, is_file, split
@@ -22,6 +22,9 @@ from ..launching.claim import claimed
 from .fitting import named
 from .inspection import inspector
 from .request import Request, UnknownPresetError, lay, prefer_epochs
+
+if TYPE_CHECKING:
+    from forge_train.store.save_plan import MakeFiles
 
 
 class Purpose(TypedDict, total=False):
@@ -68,7 +71,13 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         error.args = (named(str(error)),)
         raise
     copies = partial(_copies, setup.hooks)
-    return replace(setup, copies=copies, fill=initial_weights, claim=partial(claimed, copies))
+    return replace(setup, copies=copies, fill=initial_weights, formats=_formats, claim=partial(claimed, copies))
+
+
+def _formats(form: str) -> MakeFiles | None:
+    from forge_train_kit.full_tensors import files_of  # which imports torch
+
+    return files_of(form)
 
 
 def _copies(hooks: Hooks, config: Config, run: Path) -> CheckpointCopies:

@@ -12,11 +12,11 @@ import torch
 from forge_train.base.errors import ConfigError, describe, nearest
 from forge_train.base.files import write_json
 from forge_train.compose.initialise import tied_groups
-from forge_train.store.consolidated import SHARD_BYTES
 from forge_train.store.tensor_files import DTYPES
 from forge_train_kit import model_files
 from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.format import format_lines
+from forge_train_kit.full_tensors import SHARD_BYTES
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import CONFIG, PACKED, Folder
 from forge_train_kit.hf.start import exported

@@ -22,10 +22,10 @@ from forge_train.checkpoint.seal import sync
 from forge_train.config.tree import Key
 from forge_train.plugin.job import Job
 from forge_train.store import digest
-from forge_train.store.consolidated import Files, cut, write_index
 from forge_train.store.shards import size_of
 from forge_train.store.tensor_files import Place, Shapes, as_bytes, exact_bytes, header, write_at
 from forge_train_kit import hookspecs
+from forge_train_kit.full_tensors import Files, cut, write_index
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, SINGLE, table
 from forge_train_kit.new_folder import claimed

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,10 @@ from forge_train.loop.weights import Patterns
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
-from forge_train.store.consolidated import Files
 from forge_train.store.manifest import EDITABLE
 from forge_train.store.tree import MODEL
 from forge_train_kit import model_files
+from forge_train_kit.full_tensors import Files
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import Folder
 from forge_train_kit.hf.start import new_head, noting
@@ -46,9 +46,6 @@ from .hf_files import Exchanged, check_range, comments_in, fill_full
 from .hf_request import PRESET, bring, data_key, tokenizer_notes
 from .initial import initial
 from .opening import compose_meta, lone_job
-
-if TYPE_CHECKING:
-    from forge_train.store.save_plan import Fill
 
 
 def import_checkpoint(
@@ -228,7 +225,7 @@ class _Import:
         return tensor
 
 
-def _write(made: _Import, place: Path, beside: list[Path], filled: Fill) -> None:
+def _write(made: _Import, place: Path, beside: list[Path], filled: Callable[[Path, Files], Mapping[str, str]]) -> None:
     try:
         checkpoint.write(
             place,
@@ -238,8 +235,7 @@ def _write(made: _Import, place: Path, beside: list[Path], filled: Fill) -> None
             beside=beside,
             contents=made.read,
             editable=(EDITABLE,),
-            form="safetensors",
-            fill=filled,
+            files=lambda tensors: Files.of(tensors, alone=True, fill=filled),
             replace=False,
         )
     finally:

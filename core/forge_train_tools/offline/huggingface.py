@@ -21,8 +21,8 @@ from forge_train.checkpoint import checkpoint
 from forge_train.loop.weights import compare_shapes, places
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
-from forge_train.store.consolidated import SHARD_BYTES
 from forge_train_kit import hookspecs, model_files
+from forge_train_kit.full_tensors import SHARD_BYTES
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import CONFIG
 from forge_train_kit.hf.ranges import Weights

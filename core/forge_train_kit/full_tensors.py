@@ -8,18 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from forge_train.base.files import write_json
+from forge_train.store.index import Placed
+from forge_train.store.save_plan import MakeFiles
+from forge_train.store.shards import Shard, size_of, whole
+from forge_train.store.tensor_files import DTYPES, Place, Shapes, exact_bytes, header, pieces, write_at
+from forge_train.store.tree import MODEL
 
-from ..base.files import write_json
-from .index import Placed
-from .shards import Shard, size_of, whole
-from .tensor_files import DTYPES, Place, Shapes, exact_bytes, header, pieces, write_at
-from .tree import MODEL
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Format = Literal["sharded", "safetensors", "both"]
 INDEX = "model.safetensors.index.json"
 """Names the file of each tensor, as transformers has it."""
 ENDING = ".safetensors"
@@ -38,14 +40,19 @@ class Files:
     """Tensor, by its name in the checkpoint → place."""
     alone: bool
     """True if these tensors are not also in shards."""
+    fill: Callable[[Path, Files], Mapping[str, str]] | None = None
+    """Writes all of them at once into files that have room for them, where this is the only process; gives the hashes
+    that it knows."""
 
     @classmethod
-    def of(cls, tensors: Shapes, *, alone: bool) -> Files:
+    def of(
+        cls, tensors: Shapes, *, alone: bool, fill: Callable[[Path, Files], Mapping[str, str]] | None = None
+    ) -> Files:
         """The files for those tensors of a checkpoint that belong to the model.
 
         Args:
             tensors: name → shape and dtype.
-            alone: see `Files`.
+            alone: see `Files`, as for `fill`.
         """
         held = {name: one for name, one in tensors.items() if name.startswith(MODEL) and one[1] in DTYPES}
         ordered = sorted(held, key=lambda name: (-held[name][1].itemsize, name))  # each aligned to its own values
@@ -60,7 +67,7 @@ class Files:
             for name in names:
                 places[name] = Place(file, sizes[file], *held[name])
                 sizes[file] += places[name].bytes
-        return cls(headers, sizes, places, alone)
+        return cls(headers, sizes, places, alone, fill)
 
     @property
     def bytes(self) -> int:
@@ -68,32 +75,32 @@ class Files:
 
     # -- which shards ---------------------------------------------------------------------------------------------
 
-    def full(self, shards: Sequence[Shard]) -> list[Shard]:
-        """The shards that are parts of these tensors."""
-        return [shard for shard in shards if shard.name in self.places]
-
     def others(self, shards: Sequence[Shard]) -> list[Shard]:
         """The shards that are written to the files of shards."""
         return [shard for shard in shards if not (self.alone and shard.name in self.places)]
 
     def placed(self) -> list[tuple[str, Placed]]:
-        """Return the tensors' places for the index, each as one shard."""
+        """Return the places, for the index, of tensors that are not in shards."""
+        if not self.alone:
+            return []
         full = ((name, place) for name, place in self.places.items() if place.bytes)
         return [(name, Placed(whole(place.shape), place.file, place.start)) for name, place in full]
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def create(self, folder: Path) -> None:
-        """Write the index, and the files with room for the tensors. One process does this before any other writes."""
+    def create(self, folder: Path) -> Mapping[str, str]:
+        """Write the index, and the files with room for the tensors; gives the hashes of files that are complete. One
+        process does this before any other writes."""
         for name, text in self.headers.items():
             with (folder / name).open("wb") as out:
                 out.write(text)
                 out.truncate(self.sizes[name])
         values = sum(place.bytes for place in self.places.values())
         write_index(folder, {name.removeprefix(MODEL): place.file for name, place in self.places.items()}, values)
+        return self.fill(folder, self) if self.fill else {}
 
     def write(self, folder: Path, shards: Sequence[Shard], values: Callable[[Shard], Tensor]) -> None:
-        """Write shards to their places, and flush them.
+        """Write those of some shards that are parts of these tensors to their places, and flush them.
 
         Args:
             folder: holds the files that `create` made.
@@ -101,7 +108,8 @@ class Files:
             values: gives the tensor of a shard.
         """
         by_file: dict[str, list[Shard]] = {}
-        for shard in sorted(shards, key=lambda shard: self.places[shard.name].start):
+        own = [] if self.fill else [shard for shard in shards if shard.name in self.places]
+        for shard in sorted(own, key=lambda shard: self.places[shard.name].start):
             by_file.setdefault(self.places[shard.name].file, []).append(shard)
         for name, mine in by_file.items():
             # Not for reading too: an NFS client would then write back the rest of a page, which may be another rank's.
@@ -115,6 +123,11 @@ class Files:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+
+def files_of(form: str) -> MakeFiles | None:
+    """Return what makes the files of a `checkpoint.format`; None for shards alone."""
+    return None if form == "sharded" else partial(Files.of, alone=form == "safetensors")
 
 
 # -- the format ---------------------------------------------------------------------------------------------------
