@@ -172,7 +172,8 @@ def export(
         _say(export_dcp(path, out), as_json)
         return
     from forge_train.checkpoint import checkpoint
-    from forge_train.run.run import Recorder, is_run
+    from forge_train.run.run import is_run
+    from forge_train_kit.artifacts import Recorder
     from forge_train_tools.offline.adapters import export_adapter
     from forge_train_tools.offline.huggingface import export_checkpoint
     from forge_train_tools.offline.opening import run_folder

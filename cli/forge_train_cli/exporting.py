@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_train.base.errors import ConfigError
-from forge_train.run.run import Recorder, Run
+from forge_train.run.run import Run
+from forge_train_kit.artifacts import Recorder
 
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup

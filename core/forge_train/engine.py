@@ -29,7 +29,6 @@ from .mesh.axes import CONFIGURED
 from .plugin.job import Job
 from .registry.declared import installed
 from .registry.setup import Setup
-from .run.control import signals
 from .run.run import Run, is_kept, is_run
 from .run.start import Start, changed_values
 from .step.step import Watcher
@@ -66,7 +65,7 @@ def train(
             start = stack.enter_context(setup.claim(dist, config, run_dir, plain(resume), notable))
         elif dist.place.attempt:
             start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
-        run = Run(start.dir, start.check_lock)
+        run = Run(start.dir, start.check_lock, setup.recorder)
         job = Job.of(config, hooks, run, dist)
         found = _found(job, start, setup.copies)
         if found is not None:  # before anything is written: a refused run stays as it is
@@ -77,7 +76,7 @@ def train(
             return finished
         prepare_process(job)
         fresh, known = found is None or not start.continues, is_run(run.dir)
-        stack.enter_context(_opened(job, start))
+        stack.enter_context(_opened(job, setup, start))
         stack.callback(run.artifacts.settle)
         training: Training | None = None
         model: Model | None = None
@@ -95,10 +94,10 @@ def train(
                     write_json(run.dir / "composition.json", composition.report)
 
         try:
-            describe = partial(describe_run, run, config, hooks, fresh=fresh)
+            describe = partial(describe_run, run, setup, fresh=fresh)
             training = Training(assemble(job, watcher, allocate), setup, describe if known and dist.main else None)
             stack.callback(training.close)
-            stack.enter_context(signals(job.control))
+            stack.enter_context(setup.listen(job.control))
             training.start(found)
             return training.run()
         except BaseException as error:
@@ -190,12 +189,12 @@ def _finished_before(job: Job, start: Start) -> Finished | None:
 
 
 @contextmanager
-def _opened(job: Job, start: Start) -> Iterator[None]:
+def _opened(job: Job, setup: Setup, start: Start) -> Iterator[None]:
     """Open the run folder and its log; a mistake found while composing removes a new folder again."""
     if job.dist.main:
         job.run.open()
         if not is_run(start.dir):
-            describe_run(job.run, job.config, job.hooks, fresh=True)
+            describe_run(job.run, setup, fresh=True)
     job.dist.barrier()
     close = _log_to(_log_file(job))
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from forge_train.base.strict_json import loads, odd
-from forge_train.run.run import RECORDED, Artifact
+from forge_train_kit.artifacts import RECORDED, Artifact
 
 
 def recorded(folder: Path) -> list[Artifact]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from forge_train.base.errors import ConfigError, nearest
 from forge_train.run.records import read
-from forge_train.run.run import RECORDED, is_run, load
+from forge_train.run.run import is_run, load
+from forge_train_kit.artifacts import RECORDED
 
 from .artifacts import recorded, state
 

@@ -12,7 +12,7 @@ import pytest
 
 from forge_command import Forge
 from forge_train.base.names import split
-from forge_train.contract.reference import fingerprint
+from forge_train_kit.fingerprint import fingerprint
 from forge_train_tools.testing.tiny import base_plugins
 
 STEPS = """

@@ -12,7 +12,7 @@ import pytest
 
 from forge_cli import forge
 from forge_train import Plugin, PluginError, hookimpl
-from forge_train.run.run import RECORDED, Recorder
+from forge_train_kit.artifacts import RECORDED, Recorder
 from forge_train_tools.artifacts import recorded
 from forge_train_tools.testing import Pool, RunForge
 

@@ -12,7 +12,9 @@ import pytest
 
 import toys
 from forge_train.base.names import locate
-from forge_train.contract.reference import PluginRef, fingerprint
+from forge_train.contract.reference import PluginRef
+from forge_train_kit import fingerprint as code
+from forge_train_kit.fingerprint import fingerprint
 from tiny_models import reseal
 
 pytestmark = [pytest.mark.unit]
@@ -79,16 +81,20 @@ def warnings(folder: Path, caplog: pytest.LogCaptureFixture, steps: int) -> list
     ]
 
 
+def plugin(module: str) -> PluginRef:
+    return PluginRef("mine", "", "", f"{module}:Mine")
+
+
 @pytest.mark.parametrize("file", ["thin.py", "_parts/inner.py", "_parts/deep.py", "_beside.py"])
 def test_a_change_in_any_of_its_files_is_told_once(
     package: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     assert warnings(tmp_path, caplog, 1) == []
-    then = PluginRef("mine", "", "", "changing.thin:Mine").hash()
+    then = fingerprint(plugin("changing.thin"))
     with (package / "changing" / file).open("a", encoding="utf-8") as out:
         out.write("# another thought\n")
     (told,) = warnings(tmp_path, caplog, 2)
-    now = PluginRef("mine", "", "", "changing.thin:Mine").hash()
+    now = fingerprint(plugin("changing.thin"))
     assert told == (
         f"Plugin 'mine': code changed, same version (none): its files are {now[:8]} now, "
         f"and were {then[:8]} in the checkpoint."
@@ -120,24 +126,22 @@ def test_a_lone_module_counts_what_lies_beside_it(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     seen = []
     for name in ("lone_other", "lone_help", "lone_plugin"):
-        seen.append(fingerprint("lone_plugin"))
+        seen.append(fingerprint(plugin("lone_plugin")))
         (tmp_path / f"{name}.py").write_text("import lone_help  # other\n", encoding="utf-8")
         fingerprint.cache_clear()
-    seen.append(fingerprint("lone_plugin"))
+    seen.append(fingerprint(plugin("lone_plugin")))
     assert seen[0] == seen[1]
     assert len(set(seen)) == 3
-    assert fingerprint("no_such_module") == ""
+    assert fingerprint(plugin("no_such_module")) == ""
 
 
 def test_a_file_that_is_not_python_yet_is_counted_as_it_is(package: Path) -> None:
-    assert fingerprint("changing._broken")
+    assert fingerprint(plugin("changing._broken"))
 
 
 def test_forge_s_own_plugins_count_what_computes() -> None:
     """A built-in plugin's thin file only names what lies beside it."""
-    from forge_train.contract import reference as module
-
     name = "forge_train_plugins.optimizers.lion"
-    assert "forge_train_plugins.optimizers._lion" in module._files(name, locate(name))
+    assert "forge_train_plugins.optimizers._lion" in code._files(name, locate(name))
     others = {"forge_train_plugins.optimizers.adamw", "forge_train_plugins.data._text"}
-    assert not others & set(module._files(name, locate(name)))
+    assert not others & set(code._files(name, locate(name)))

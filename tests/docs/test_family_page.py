@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_train.contract.reference import fingerprint
 from forge_train_cli.app import run as forge
+from forge_train_kit.fingerprint import fingerprint
 from test_examples import unpack
 
 pytest.importorskip("transformers")

@@ -272,7 +272,7 @@ def _warn_of_changed_code(job: Job, path: Path) -> None:
                 now["version"] or "without a version",
                 then["version"] or "one without a version",
             )
-        elif then["hash"] != now["hash"]:
+        elif now["hash"] and then["hash"] != now["hash"]:
             log.warning(
                 "Plugin %r: code changed, same version (%s): its files are %.8s now, and were %.8s in the checkpoint.",
                 name,

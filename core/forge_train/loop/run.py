@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.files import remove_remains, write_json, write_whole
 from ..base.names import canonical
-from ..config import Config
 from ..config.tree import CONDITIONAL, Key
 from ..config.validate import plain
-from ..mesh.world import World
 from ..run.run import MAKE_A_RUN, MODEL_FILES, Run, load, writing
 
 if TYPE_CHECKING:
     from ..config import Config
     from ..plugin.job import Hooks
+    from ..registry.setup import Setup
 
 log = logging.getLogger("forge_train")
 
 
-def describe_run(run: Run, config: Config, hooks: Hooks, step: int = 0, *, fresh: bool) -> None:
+def describe_run(run: Run, setup: Setup, step: int = 0, *, fresh: bool) -> None:
     """Describe the run in its folder; a fresh one takes the files that it keeps anew.
 
     Args:
         run: to describe.
-        config: of the run.
-        hooks: of the run.
+        setup: of the run.
         step: where it goes on; metrics of later steps are dropped.
         fresh: whether it begins.
 
     Raises:
         ConfigError: if it can't be written.
     """
+    config, hooks = setup.config, setup.hooks
     with writing(run.dir):
         (run.dir / "outcome.json").unlink(missing_ok=True)  # it has not ended yet
         for keeper in hooks.keepers.values():
             config = keeper.keep(config, hooks, run.dir, fresh=fresh)
         write_whole(run.dir / "config.toml", to_toml(config, hooks))
         write_json(run.dir / "plugins.json", plugin_list(hooks))
-        write_json(run.dir / "environment.json", environment())
+        write_json(run.dir / "environment.json", setup.environment())
     run.cut_metrics(step)
 
 
@@ -90,7 +85,7 @@ def plugin_list(hooks: Hooks) -> list[dict[str, str]]:
             "distribution": enabled.ref.distribution,
             "version": enabled.ref.version,
             "object": enabled.ref.object,
-            "hash": enabled.ref.hash(),
+            "hash": hooks.fingerprint(enabled.ref),
         }
         for enabled in hooks.enabled.values()
     ]
@@ -100,40 +95,6 @@ def saved_plugins(checkpoint: Path) -> list[dict[str, str]]:
     """The plugins of a checkpoint's run; empty where they were not kept."""
     found: list[dict[str, str]] | None = load(checkpoint / "plugins.json", links=False)
     return found or []
-
-
-def environment() -> dict[str, Any]:
-    """Return the content of environment.json."""
-    import torch
-
-    from .. import __version__
-
-    return {
-        "forge": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
-        "git": _git(),
-        "launcher": World.here().launcher,
-        "argv": sys.argv,
-    }
-
-
-def _git() -> dict[str, Any] | None:
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
-        status = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": commit, "dirty": bool(status.strip())}
 
 
 def to_toml(config: Config, hooks: Hooks) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from ..base.errors import ConfigError
 from ..base.names import import_module
-from ..contract.reference import HookOrigin
+from ..contract.reference import HookOrigin, PluginRef
 from .calls import Calls, EnabledPlugin, at_home, without
 from .guards import Guarded, nesting, note_plugin
 from .plugin import Plugin
@@ -35,6 +35,7 @@ class Caller:
         self.enabled = {enabled.name: enabled for enabled, _ in plugins}
         self.defaults = dict(defaults)
         self.opened = False  # whether the model is only opened, as to generate text: nothing reads rows of the data
+        self.fingerprint: Callable[[PluginRef], str] = lambda ref: ""  # of a plugin's code, as plugins.json has it
         self.unused: set[str] = set()  # plugins that turned out to have nothing to do; see `registry.unused`
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
         self.called: set[str] = set()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from ..mesh.layout import Layout
 from ..plugin.calls import EnabledPlugin, plugin_note
 from ..plugin.job import Hooks, Job
 from ..plugin.plugin import PROJECT, Plugin
+from ..run.control import Control
+from ..run.run import Recorder
 from ..run.start import Claim, claim
 from .declared import section_of
 from .resolution import Resolution
@@ -61,6 +64,12 @@ class Setup:
     """Fills a model from `train.init_from` where that is no checkpoint, or `train.init_map` changes its weights."""
     formats: Formats = only_shards
     """Says what writes the model's weights as full tensors, where `checkpoint.format` asks for that."""
+    listen: Callable[[Control], AbstractContextManager[Any]] = nullcontext
+    """Passes requests from outside, such as signals, to a run while the block lasts."""
+    recorder: type[Recorder] = Recorder
+    """Records files that plugins write."""
+    environment: Callable[[], Mapping[str, Any]] = dict
+    """Gives the content of a run's environment.json."""
     claim: Claim = claim
     """Chooses the folder of a run, and keeps it for one job."""
 

@@ -15,10 +15,14 @@ from forge_train.contract.protocols import CheckpointCopies, no_copies
 from forge_train.plugin.job import Hooks
 from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
 from forge_train.registry.setup import Setup, make_setup
+from forge_train_kit.artifacts import Recorder
+from forge_train_kit.fingerprint import fingerprint
 from forge_train_kit.hookspecs import initial_weights
 
 from ..hookspecs import checkpoint_copies
 from ..launching.claim import claimed
+from ..launching.environment import environment
+from ..launching.signals import signals
 from .fitting import named
 from .inspection import inspector
 from .request import Request, UnknownPresetError, lay, prefer_epochs
@@ -70,8 +74,18 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
     except ConfigError as error:
         error.args = (named(str(error)),)
         raise
+    setup.hooks.fingerprint = fingerprint
     copies = partial(_copies, setup.hooks)
-    return replace(setup, copies=copies, fill=initial_weights, formats=_formats, claim=partial(claimed, copies))
+    return replace(
+        setup,
+        copies=copies,
+        fill=initial_weights,
+        formats=_formats,
+        recorder=Recorder,
+        environment=environment,
+        listen=signals,
+        claim=partial(claimed, copies),
+    )
 
 
 def _formats(form: str) -> MakeFiles | None:

@@ -1,0 +1,70 @@
+"""The fingerprint of a plugin's code, which tells a resumed run that it has changed."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import resolve_name
+from pathlib import Path
+
+from forge_train.contract.reference import PluginRef
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+@cache
+def fingerprint(ref: PluginRef) -> str:
+    """sha256 of the Python files that a plugin is made of, read without importing any of them; empty where there are
+    none. It stays what it was when this process first asked: what runs is what was imported then."""
+    digest = hashlib.sha256()
+    files = _files(ref.module, ref.file)
+    for name in sorted(files):
+        content = files[name].read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest() if files else ""
+
+
+def _files(module: str, home: Path | None) -> dict[str, Path]:
+    """Module → file, of a module and of all that it imports, directly or not. What counts is in its package, or lies
+    beside a module that is in none."""
+    if home is None:
+        return {}
+    top, *below = module.split(".")
+    root = home.parents[len(below) + (home.name == "__init__.py")]
+    lone = home.parent == root and root.name not in _INSTALLED
+    found: dict[str, Path] = {}
+    waiting = [module if below or home.name == "__init__.py" else home.stem]
+    while waiting:
+        name = waiting.pop()
+        if not name or name in found or not (lone or name.partition(".")[0] == top):
+            continue
+        path = root.joinpath(*name.split("."))
+        file = next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
+        if file is not None:
+            found[name] = file
+            waiting += _imports(file, name)
+    return found
+
+
+def _imports(file: Path, module: str) -> Iterator[str]:
+    """Dotted names that a file may import, wherever in it the statement stands."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = (
+                    resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+                )
+            except ImportError:
+                continue
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
