@@ -54,7 +54,7 @@ def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -
 
 
 def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[Report]:
-    from forge_train.registry.discovery import find
+    from forge_train_kit.plugins import find
     from forge_train_tools.testing import Check, Pool, Report, check
 
     for name in names:

@@ -13,7 +13,8 @@ from forge_train.base.errors import ConfigError
 from forge_train.config.validate import plain
 from forge_train.plugin.calls import implemented
 from forge_train.registry.declared import spec_modules
-from forge_train.registry.discovery import find, load
+from forge_train.registry.discovery import load
+from forge_train_kit.plugins import find
 from forge_train_kit.source import Source
 from forge_train_tools.configuration.comments import describe_type, field_docs
 from forge_train_tools.configuration.inspection import section_problem

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.format import format_bytes, format_length
+from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
-from forge_train_kit.format import format_column, format_count, format_phase, format_seconds, format_unit
+from forge_train_kit.format import format_column, format_count, format_length, format_phase, format_seconds, format_unit
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups

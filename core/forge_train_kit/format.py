@@ -105,3 +105,9 @@ def _mean(values: Sequence[float]) -> float:
 def format_lines(lines: Iterable[str]) -> str:
     """An indented list, cut short."""
     return "\n  " + format_list(lines, 8, "\n  ")
+
+
+def format_length(epochs: float, steps: int) -> str:
+    """`412 steps`, or `2 epochs = 412 steps` where the length was given in epochs."""
+    given = f"{epochs:g} epoch{'' if epochs == 1 else 's'} = " if epochs else ""
+    return f"{given}{steps:,} step{'' if steps == 1 else 's'}"

@@ -12,13 +12,14 @@ import toys
 from forge_train import ConfigError, Ge, Gt, Lt, Plugin, PluginError, Volatile, section
 from forge_train.config import Config, differences
 from forge_train.config.tree import Origin, Tree, Value
-from forge_train.config.validate import read_text, validate
+from forge_train.config.validate import validate
 from forge_train.loop.run import to_toml
 from forge_train_tools.configuration.comments import commented
 from forge_train_tools.configuration.presets import presets
 from forge_train_tools.configuration.request import Request, lay, lay_file
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.configuration.toml import read
+from forge_train_tools.configuration.typed import read_text
 from forge_train_tools.testing import Installed, installed
 
 pytestmark = pytest.mark.unit

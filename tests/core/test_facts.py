@@ -12,8 +12,8 @@ import pytest
 import toys
 from forge_train import ConfigError
 from forge_train.contract.reference import PluginRef
-from forge_train.registry.discovery import find
 from forge_train_kit.facts import ARCHITECTURES, SAVES, Fact, stated
+from forge_train_kit.plugins import find
 from forge_train_plugins.models.decoder import Decoder
 from forge_train_tools.configuration.known_facts import Facts
 from forge_train_tools.facts import EXAMPLE, PER_UNIT, ROUNDS

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 import toys
 from forge_train import ForgeError, Plugin, hookimpl, section
 from forge_train.contract.events import Evaluation
-from forge_train.mesh.layout import Layout, named
+from forge_train.mesh.layout import Layout
+from forge_train_kit.ranks import named
 from forge_train_tools import verification
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult

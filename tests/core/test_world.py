@@ -13,6 +13,7 @@ from forge_train import ConfigError, ForgeError
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
 from forge_train.mesh.world import World
+from forge_train_kit.ranks import coordinates
 from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult, check_alone
 from forge_train_tools.launching.launched import kind
 from forge_train_tools.launching.world import first_host, here, translated
@@ -189,11 +190,11 @@ def test_what_is_said_of_several_failures() -> None:
 
 def test_ranks_are_named_by_where_they_lie_in_the_mesh() -> None:
     layout = Layout(pp=2, dp_shard=2, tp=2)
-    assert [layout.coordinates(rank) for rank in (0, 3, 6)] == [
+    assert [coordinates(layout, rank) for rank in (0, 3, 6)] == [
         {"pp": 0, "dp_shard": 0, "tp": 0}, {"pp": 0, "dp_shard": 1, "tp": 1}, {"pp": 1, "dp_shard": 1, "tp": 0},
     ]  # fmt: skip
-    assert Layout(pp=3).coordinates(2) == {"pp": 2}
-    assert Layout(dp_shard=3).coordinates(2) == {}, "the rank's number says as much"
+    assert coordinates(Layout(pp=3), 2) == {"pp": 2}
+    assert coordinates(Layout(dp_shard=3), 2) == {}, "the rank's number says as much"
     smaller = {4: Layout(pp=2, tp=2)}
     command = WorkerCommand("module:name", {}, Path(), Path(), layout=layout, smaller=smaller)
     killed = WorkerResult(6, 1, "killed", "was killed by SIGKILL.")

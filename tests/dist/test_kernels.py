@@ -10,8 +10,9 @@ import pytest
 import kernels
 from forge_train import ConfigError, Plugin
 from forge_train.contract.reference import PluginRef
-from forge_train.registry.discovery import discover, find
+from forge_train.registry.discovery import discover
 from forge_train_kit.capabilities import KernelCapabilities
+from forge_train_kit.plugins import find
 from forge_train_kit.source import Source
 from forge_train_tools.offline.generate import Completion, Sampling
 from forge_train_tools.testing import Installed, Pool, RunForge, check

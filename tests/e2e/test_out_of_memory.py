@@ -17,8 +17,9 @@ import torch
 from forge_cli import DECODER, TESTS, Ended, environment, forge, one_message
 from forge_train import Finished
 from forge_train.compose.initialise import allocate
-from forge_train.registry.discovery import discover, find, load
+from forge_train.registry.discovery import discover, load
 from forge_train_kit.facts import SAVES
+from forge_train_kit.plugins import find
 from forge_train_plugins.resilience._out_of_memory import Held, Report, requested
 
 pytestmark = [pytest.mark.e2e]

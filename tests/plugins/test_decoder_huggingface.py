@@ -13,7 +13,7 @@ from torch import nn
 
 import fakes
 from forge_train import ConfigError
-from forge_train.registry.discovery import find
+from forge_train_kit.plugins import find
 from forge_train_plugins.models.decoder import Decoder, Rope
 
 pytestmark = pytest.mark.unit

@@ -29,12 +29,6 @@ def format_list(items: Iterable[object], shown: int = 3, between: str = ", ") ->
     return between.join(texts[:shown] + [f"… {len(texts) - shown} more"] * (len(texts) > shown))
 
 
-def format_length(epochs: float, steps: int) -> str:
-    """`412 steps`, or `2 epochs = 412 steps` where the length was given in epochs."""
-    given = f"{epochs:g} epoch{'' if epochs == 1 else 's'} = " if epochs else ""
-    return f"{given}{steps:,} step{'' if steps == 1 else 's'}"
-
-
 def place(member: Any) -> str:
     """`file:line` of a method, of the function inside what wraps it, or of an object's class."""
     if isinstance(member, property):

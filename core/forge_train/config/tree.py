@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -42,11 +42,13 @@ DEFAULT = Origin("default")
 
 @dataclass(frozen=True)
 class Value:
-    """One configured value. `text` marks one from `FORGE_SET` or `--set`, to be read as its field's type."""
+    """One configured value."""
 
     value: Any
     origin: Origin
-    text: bool = False
+    read: Callable[[type, Key, str], Any] | None = None
+    """Reads a text as the value of a section's key, where whoever wrote it could not know the key's type; raises a
+    ValueError with a sentence for one that can't be meant."""
 
 
 @dataclass

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import re
-import tomllib
 import typing
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -47,7 +45,11 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
     adapter = _adapter(cls)
     plain: dict[str, Any] = {}
     for key, value in values.items():
-        read = read_text(cls, key, value.value) if value.text else value.value
+        try:
+            read = value.read(cls, key, value.value) if value.read else value.value
+        except ValueError as error:
+            mistakes.append(Mistake(f"{value.origin}: {_dotted(name, key)}: {error}", _dotted(name, key)))
+            return None
         if not _is_json(read):
             text = f"{value.origin}: {_dotted(name, key)}: dates and times are not used in configurations."
             mistakes.append(Mistake(text, _dotted(name, key)))
@@ -55,10 +57,6 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
         if _is_huge(read):
             text = f"{value.origin}: {_dotted(name, key)}: expected a number of at most 64 bits, found {read}."
             mistakes.append(Mistake(text, _dotted(name, key)))
-            return None
-        if value.text and _in_quotes(read) and mark(cls, key, FilePath) is not None:
-            text = f"{value.origin}: {_dotted(name, key)}: a path has no quotation marks around it here: {read[1:-1]}"
-            mistakes.append(Mistake(f"{text}.", _dotted(name, key)))
             return None
         _nest(plain, key, _absolute(cls, key, read, value.origin))
     try:
@@ -84,23 +82,6 @@ def _adapter(cls: type) -> Any:
         raise no_toml(cls) from error
 
 
-def read_text(cls: type, key: Key, text: str) -> Any:
-    """A value from the command line: read as its field's own type, else as TOML, else as a string."""
-    annotation = annotation_of(cls, key)
-    members = members_of(annotation)
-    if str in members and not (text.startswith(("[", "{")) and len(members) > 1):
-        return text
-    if any(typing.get_origin(member) is typing.Literal and text in typing.get_args(member) for member in members):
-        return text
-    if (value := _toml(text)) is not None or str in members:
-        return text if value is None else value
-    items = next((typing.get_args(m) for m in members if typing.get_origin(m) in (tuple, list)), None)
-    if items is not None and not (text.startswith("[") and text.endswith("]")):
-        numbers = None if str in members_of(items[0]) else _toml(f"[{text}]")
-        return [part.strip() for part in text.split(",")] if numbers is None else numbers
-    return float(text) if float in members and _DECIMAL.fullmatch(text) else text
-
-
 def _absolute(cls: type, key: Key, value: Any, origin: Origin) -> Any:
     """The value, as an absolute path if its field is a `FilePath`; those of a list's tables too."""
     if isinstance(value, list):
@@ -115,24 +96,6 @@ def _absolute(cls: type, key: Key, value: Any, origin: Origin) -> Any:
     if marked.dotted and not is_file(value):
         return value
     return str((origin.folder / Path(value).expanduser()).absolute())
-
-
-def _in_quotes(value: Any) -> bool:
-    """Return True if a text still has the quotation marks of a TOML string, which the shell has passed on."""
-    return isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-
-
-_DECIMAL = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-"""Numbers that people write and TOML rejects, such as `1.` or `.5`."""
-
-
-def _toml(text: str) -> Any:
-    """The TOML value that a text is, or None; a text of several lines is none, lest more keys come with it."""
-    try:
-        found = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return None
-    return found["value"] if len(found) == 1 and "\n" not in text else None
 
 
 def plain(section: Any) -> dict[str, Any]:

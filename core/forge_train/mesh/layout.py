@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from ..base.errors import ConfigError, Problem
-from ..base.format import format_list
 from .axes import CONFIGURED, Axis, Domain, Table
 
 
@@ -131,15 +130,6 @@ class Layout:
         """Axis → size, outermost first."""
         return {axis: self.size(axis) for axis in self.table.domain(name)}
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis → where a rank lies along it, outermost first, of the dense axes above 1; nothing where that says no
-        more than the rank's number."""
-        found: list[tuple[str, int]] = []
-        for axis, size in reversed(self.domain("dense").items()):
-            rank, at = divmod(rank, size)
-            found += [(axis, at)] if size > 1 else []
-        return dict(reversed(found)) if self.stages > 1 or len(found) > 1 else {}
-
     def axes(self) -> dict[str, int]:
         """Configured axis → size."""
         return {axis.name: self.size(axis.name) for axis in self.table.values() if axis.configured}
@@ -147,19 +137,6 @@ class Layout:
     def settings(self) -> tuple[str, ...]:
         """`parallel.tp=2` and so on: assignments that configure this layout."""
         return tuple(f"parallel.{axis}={size}" for axis, size in self.axes().items())
-
-
-def named(ranks: Collection[int], layout: Layout) -> str:
-    """`ranks 2, 3 (stage 1)`: their numbers, and the coordinates that all of them share."""
-    places = [layout.coordinates(rank) for rank in ranks]
-    shared = {axis: at for axis, at in places[0].items() if all(place[axis] == at for place in places)}
-    return f"rank{'s' * (len(ranks) > 1)} {format_list(sorted(ranks), 8)}{in_words(shared)}"
-
-
-def in_words(coordinates: Mapping[str, int]) -> str:
-    """` (stage 1, tp 0)`, to follow a rank's number; empty for none."""
-    places = (f"{'stage' if axis == 'pp' else axis} {at}" for axis, at in coordinates.items())
-    return f" ({', '.join(places)})" if coordinates else ""
 
 
 def _product(sizes: Mapping[str, int]) -> tuple[str, str]:

@@ -156,18 +156,6 @@ def leave() -> None:
     gc.collect()
 
 
-def wait_for_message(work: Any, group: Any) -> None:
-    """Wait until a message from one rank to another has gone, or come.
-
-    gloo (torch 2.13) would wait as long as the group was told when it was made: `DistributedContext.settle` changes
-    that for collectives alone.
-    """
-    if dist.get_backend(group) == "gloo":
-        work.wait(group._get_backend(torch.device("cpu")).options._timeout)
-    else:
-        work.wait()
-
-
 def build_meshes(layout: Layout, device: torch.device) -> dict[str, DeviceMesh]:
     """All meshes, on every rank in the same order, unflattened from one root."""
     root = init_device_mesh(device.type, (layout.world,), mesh_dim_names=("world",))

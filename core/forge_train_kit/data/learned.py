@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train.base.format import format_length
-
+from ..format import format_length
 from . import progress
 from .documents import Documents
 from .stages import part, sequences

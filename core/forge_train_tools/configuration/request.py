@@ -16,6 +16,7 @@ from forge_train.registry.declared import installed
 
 from .presets import base_preset, presets
 from .toml import Document, read
+from .typed import read_text
 
 _SHAPES: dict[str, tuple[type, str]] = {
     "plugins": (list, "a list of names"),
@@ -224,7 +225,7 @@ def _assign(tree: Tree, assignment: str, origin: Origin) -> None:
         raise ConfigError(f"{origin.kind} {assignment!r}: expected section.key=value, like train.steps=200.{hint}")
     if text and not text.strip(" "):
         raise ConfigError(f"{origin.kind} {assignment!r}: expected a value; nothing behind = is the empty text.")
-    tree.put((canonical(path[0]), *path[1:]), Value(text.strip(" "), origin, text=True))
+    tree.put((canonical(path[0]), *path[1:]), Value(text.strip(" "), origin, read_text))
 
 
 def one_process(request: Request) -> tuple[str, ...]:

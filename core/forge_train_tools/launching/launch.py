@@ -22,7 +22,8 @@ from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, Fai
 from forge_train.base.files import write_json
 from forge_train.base.format import format_list
 from forge_train.base.strict_json import loads
-from forge_train.mesh.layout import Layout, in_words
+from forge_train.mesh.layout import Layout
+from forge_train_kit.ranks import coordinates, in_words
 
 from .world import here
 
@@ -110,7 +111,7 @@ class WorkerCommand:
     def placed(self, outcomes: Iterable[WorkerResult], world: int) -> list[WorkerResult]:
         """The same with the ranks' coordinates among so many."""
         layout = self.smaller.get(world, self.layout)
-        return [dataclasses.replace(one, coordinates=layout.coordinates(one.rank)) for one in outcomes]
+        return [dataclasses.replace(one, coordinates=coordinates(layout, one.rank)) for one in outcomes]
 
 
 @dataclass(frozen=True)

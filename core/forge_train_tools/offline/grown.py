@@ -33,7 +33,7 @@ def settings_of(request: Request) -> tuple[str, ...]:
         return ()
     found = ((key, values.get(("tokenizer", key))) for key in KEYS)
     return tuple(
-        f"tokenizer.{key}={one.value if one.text else json.dumps(one.value, ensure_ascii=False)}"
+        f"tokenizer.{key}={one.value if one.read else json.dumps(one.value, ensure_ascii=False)}"
         for key, one in found
         if one is not None and one.value not in ([], "[]")
     )

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_train.base.errors import PluginError
-from forge_train.base.format import format_length
 from forge_train.mesh.layout import Layout
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 from forge_train_kit import hookspecs
+from forge_train_kit.format import format_length
 
 from ..hookspecs import data_stages
 from ..planning.imagined import imagined

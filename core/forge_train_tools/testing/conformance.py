@@ -14,7 +14,8 @@ from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.plugin.hookspecs import SPECS
 from forge_train.plugin.plugin import Plugin
-from forge_train.registry.discovery import find, load
+from forge_train.registry.discovery import load
+from forge_train_kit.plugins import find
 
 from .environment import installed
 

@@ -17,9 +17,10 @@ from forge_train.contract.events import Finished
 from forge_train.mesh.world import World
 from forge_train.plugin.calls import implemented
 from forge_train.plugin.plugin import Plugin
-from forge_train.registry.discovery import discover, find, is_name, load, plugin_name
+from forge_train.registry.discovery import discover, is_name, load, plugin_name
 from forge_train.registry.setup import Setup
 from forge_train.run import records
+from forge_train_kit.plugins import find
 
 from ..configuration.request import Request
 from ..configuration.setup import resolve

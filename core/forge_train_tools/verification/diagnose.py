@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from forge_train.base.format import format_list
-from forge_train.mesh.layout import named
+from forge_train_kit.ranks import named
 
 from .diagnose_later import of_evaluation, of_side_effects, of_updates
 from .follow import Followed

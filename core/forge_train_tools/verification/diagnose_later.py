@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from forge_train.base.format import format_list
-from forge_train.mesh.layout import named
+from forge_train_kit.ranks import named
 
 from .follow import Followed
 from .patterns import group, size_hint

@@ -58,7 +58,7 @@ class Auto(Plugin):
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
-        from forge_train.registry.discovery import find
+        from forge_train_kit.plugins import find
         from forge_train_kit.source import Source
 
         if self.config.cache and Path(self.config.cache).expanduser().is_file():

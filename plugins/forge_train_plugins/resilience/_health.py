@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from forge_train.mesh.layout import Layout, named
+from forge_train.mesh.layout import Layout
+from forge_train_kit.ranks import named
 from forge_train_tools.health import Finding, mark
 from forge_train_tools.stacks import place, recorded_collectives
 

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from forge_train import ConfigError, Job
-from forge_train.registry.discovery import find, load
+from forge_train.registry.discovery import load
 from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
 from forge_train_kit.kernels import asked_by_layers, needs_of
 from forge_train_kit.layers import AttentionKernel, AttentionOptions
+from forge_train_kit.plugins import find
 
 
 class Choice:

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forge_train.base.format import format_length
 from forge_train.run.records import METRICS
-from forge_train_kit.format import format_count, format_number, format_phase
+from forge_train_kit.format import format_count, format_length, format_number, format_phase
 
 if TYPE_CHECKING:
     from forge_train import Evaluation, Finished, Job, LogRecord, Model

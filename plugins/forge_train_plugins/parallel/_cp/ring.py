@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_train.mesh.process_group import wait_for_message
 from forge_train_kit.layers import AttentionKernel, AttentionOptions
+from forge_train_kit.messages import wait_for_message
 from forge_train_kit.model.spans import piece_of
 
 from .cut import Span

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from forge_train import Batch, CommunicationError, Job, PluginError
 from forge_train.base.errors import describe
-from forge_train.mesh.layout import in_words
-from forge_train.mesh.process_group import wait_for_message
+from forge_train_kit.messages import wait_for_message
+from forge_train_kit.ranks import coordinates, in_words
 
 
 @dataclass(slots=True)
@@ -47,8 +47,7 @@ class Channel:
         self._device, self._dtype = job.device, job.precision.compute
         self._ranks = job.dist.ranks_along("pp")
         self._group = job.dist.mesh("dense", "pp").get_group() if job.dist.world > 1 else None
-        coordinates = map(job.dist.layout.coordinates, self._ranks)
-        self._names = [f"Rank {rank}{in_words(at)}" for rank, at in zip(self._ranks, coordinates, strict=True)]
+        self._names = [f"Rank {rank}{in_words(coordinates(job.dist.layout, rank))}" for rank in self._ranks]
         self._sending: list[Receipt] = []
 
     def send(self, part: nn.Module, batch: Batch, tensor: Tensor, peer: int) -> None:

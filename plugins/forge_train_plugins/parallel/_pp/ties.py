@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_train import ConfigError, Job, PluginError
-from forge_train.mesh.process_group import wait_for_message
 from forge_train.mesh.tensors import local
+from forge_train_kit.messages import wait_for_message
 
 
 @dataclass(frozen=True)
