@@ -20,6 +20,7 @@ from .contract.events import Finished, Outcome
 from .contract.model import Model
 from .contract.protocols import Copies
 from .loop.assembly import assemble, joined, prepare_process
+from .loop.checkpoint_policy import CheckpointPolicy
 from .loop.resume import check_allowed, compare
 from .loop.run import describe_run, set_aside, to_toml
 from .loop.saver import repair_finished
@@ -72,7 +73,7 @@ def train(
             compare(job, found)
         else:
             check_allowed(job, {})
-        if finished := dist.on_main(lambda: _finished_before(job, start)):
+        if finished := dist.on_main(lambda: _finished_before(job, setup, start)):
             return finished
         prepare_process(job)
         fresh, known = found is None or not start.continues, is_run(run.dir)
@@ -176,14 +177,14 @@ def _found(job: Job, start: Start, copies: Copies) -> Path | None:
     return dist.on_main(lambda: copies(config, run.dir).bring(after=after)) or path
 
 
-def _finished_before(job: Job, start: Start) -> Finished | None:
+def _finished_before(job: Job, setup: Setup, start: Start) -> Finished | None:
     """Return the result of a run that had already finished; None for other runs."""
     if not start.continues:
         return None
     outcome = job.run.outcome()
     if outcome.get("outcome") != "done" or outcome["step"] < job.steps:
         return None
-    repair_finished(job)
+    repair_finished(job, (setup.policy or CheckpointPolicy)(job))
     reason = f"the run had finished before: {outcome['step']} steps. Train longer with -s {job.config.train.length}=…"
     return Finished("done", outcome["step"], outcome["loss"], 0, start.dir, reason)
 

@@ -11,7 +11,7 @@ import pytest
 
 import toys
 from forge_train import CheckpointCopies, ConfigError, Plugin, hookimpl
-from forge_train.loop.checkpoint_policy import CheckpointPolicy
+from forge_train_tools.checkpoint_policy import CheckpointPolicy
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ from forge_train.base.disk import DiskError
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.checkpoint import found
 from forge_train.contract.events import Evaluation
-from forge_train.loop import checkpoint_policy
+from forge_train_tools import checkpoint_policy
 from forge_train_tools.testing import TinyRun
 from saving import ASYNC, filling, stepping
 

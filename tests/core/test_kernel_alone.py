@@ -116,6 +116,7 @@ def test_a_mistake_in_a_dictionary_of_sections() -> None:
     ("checkpoint", "said"),
     [
         ({"format": "both"}, "checkpoint.format: this setup writes no full tensors, as 'both' asks; set 'sharded'."),
+        ({"best": "loss"}, "checkpoint.best: this setup saves by checkpoint.every alone; remove the key."),
         ({"mirror": "there"}, "checkpoint.mirror: no enabled plugin makes copies; add --plugins copies."),
     ],
 )

@@ -252,9 +252,8 @@ class Saver:
         self._job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
 
 
-def repair_finished(job: Job) -> None:
+def repair_finished(job: Job, policy: CheckpointPolicy) -> None:
     """Do for a run that is finished what `Saver.start` does for one that goes on; the main process calls this."""
-    policy = CheckpointPolicy(job)
     policy.start()
     for gone in _repaired(job, policy, job.steps):
         if not job.config.checkpoint.folder:  # where it is kept

@@ -44,7 +44,7 @@ class Training:
         self._fill = setup.fill
         self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
         self._around_step = hookspecs.around("step", job)
-        self.policy = CheckpointPolicy(job)
+        self.policy: CheckpointPolicy = (setup.policy or CheckpointPolicy)(job)
         self.saver = Saver(job, self.policy, setup.copies, setup.formats)
         self._meter = Meter(job)
         self.loss: float | None = None

@@ -66,6 +66,8 @@ class Setup:
     """Says what writes the model's weights as full tensors, where `checkpoint.format` asks for that."""
     listen: Callable[[Control], AbstractContextManager[Any]] = nullcontext
     """Passes requests from outside, such as signals, to a run while the block lasts."""
+    policy: Callable[[Job], Any] | None = None
+    """Makes a `loop.checkpoint_policy.CheckpointPolicy` that does more than save by steps."""
     recorder: type[Recorder] = Recorder
     """Records files that plugins write."""
     environment: Callable[[], Mapping[str, Any]] = dict

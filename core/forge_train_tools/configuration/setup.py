@@ -12,7 +12,7 @@ from forge_train.base.names import canonical, is_file, split
 from forge_train.config import Config
 from forge_train.config.tree import Origin, Tree, Value
 from forge_train.contract.protocols import CheckpointCopies, no_copies
-from forge_train.plugin.job import Hooks
+from forge_train.plugin.job import Hooks, Job
 from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
 from forge_train.registry.setup import Setup, make_setup
 from forge_train_kit.artifacts import Recorder
@@ -29,6 +29,8 @@ from .request import Request, UnknownPresetError, lay, prefer_epochs
 
 if TYPE_CHECKING:
     from forge_train.store.save_plan import MakeFiles
+
+    from ..checkpoint_policy import CheckpointPolicy
 
 
 class Purpose(TypedDict, total=False):
@@ -81,6 +83,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         copies=copies,
         fill=initial_weights,
         formats=_formats,
+        policy=_policy,
         recorder=Recorder,
         environment=environment,
         listen=signals,
@@ -92,6 +95,12 @@ def _formats(form: str) -> MakeFiles | None:
     from forge_train_kit.full_tensors import files_of  # which imports torch
 
     return files_of(form)
+
+
+def _policy(job: Job) -> CheckpointPolicy:
+    from ..checkpoint_policy import CheckpointPolicy  # which imports torch
+
+    return CheckpointPolicy(job)
 
 
 def _copies(hooks: Hooks, config: Config, run: Path) -> CheckpointCopies:
