@@ -22,7 +22,7 @@ from .contract.protocols import Copies
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.checkpoint_policy import CheckpointPolicy
 from .loop.resume import check_allowed, compare
-from .loop.run import describe_run, set_aside, to_toml
+from .loop.run import describe_run
 from .loop.saver import repair_finished
 from .loop.training import Training
 from .loop.weights import load_extra
@@ -31,7 +31,7 @@ from .plugin.job import Job
 from .registry.declared import installed
 from .registry.setup import Setup
 from .run.run import Run, is_kept, is_run
-from .run.start import Start, changed_values
+from .run.start import Start
 from .step.step import Watcher
 
 log = logging.getLogger("forge_train")
@@ -90,7 +90,7 @@ def train(
             if dist.main:
                 _tell_idle(job, composition)
                 if known and fresh:  # not before the new layout has been found to hold it
-                    _start_over(job)
+                    setup.start_over(job)
                 with disk.writing(run.dir / "composition.json"):
                     write_json(run.dir / "composition.json", composition.report)
 
@@ -117,17 +117,6 @@ def _tell_idle(job: Job, composition: Composition) -> None:
             if job.config.origin(("parallel", axis)) is DEFAULT:
                 key = f"parallel.{axis}"
                 log.warning("Plugin %r does nothing here: %s is 1; set it, as in -s %s=2.", name, key, key)
-
-
-def _start_over(job: Job) -> None:
-    """Keep what a run without a checkpoint left."""
-    changes = changed_values(job.run.dir / "config.toml", to_toml(job.config, job.hooks))
-    log.warning(
-        "%s has no whole checkpoint, so the run starts over. What was there is kept in %s.%s",
-        job.run.dir,
-        set_aside(job.run).name,
-        "\n  ".join(["\nThe values are not the same:", *changes]) if changes else "",
-    )
 
 
 def _record_failure(job: Job, training: Training | None, model: Model | None, error: BaseException) -> BaseException:

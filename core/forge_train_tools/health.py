@@ -21,6 +21,7 @@ from forge_train.base.format import format_bytes
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.world import World
+from forge_train_tools.launching.meeting import meet
 
 PERIOD = 7
 SIZES = {"cuda": 4095, "cpu": 525, "mps": 1050}
@@ -232,5 +233,5 @@ def device_complaints(nvml: Any, handle: Any) -> Iterator[str]:
 
 def worker(folder: str, device: Device, slow: float) -> Mapping[str, Any]:
     """Run one process of `forge doctor --nproc N`."""
-    with DistributedContext.join(Layout(dp_shard=World.here().size), device) as dist:
+    with DistributedContext.join(Layout(dp_shard=World.here().size), device, meet=meet) as dist:
         return {"code": 0, "findings": [asdict(one) for one in look(dist, Path(folder), slow)]}

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from forge_train.base.errors import CommunicationError
-from forge_train.mesh.process_group import _agree
 from forge_train.mesh.world import World
+from forge_train_tools.launching.meeting import _agree
 
 pytestmark = [pytest.mark.unit]
 

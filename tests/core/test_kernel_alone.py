@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import site
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -96,6 +98,36 @@ def test_a_run_of_the_kernel_alone_is_resumed(kernel: Path, tmp_path: Path) -> N
     assert nowhere == "ConfigError resume: expected 'auto', 'never' or the path of a run, found 'nowhere'."
     resumed = (tmp_path / "runs/toy/events.jsonl").read_text(encoding="utf-8").count('"resumed"')
     assert resumed == 2
+
+
+MEETS = """
+import os
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
+
+with DistributedContext.join(Layout(dp_shard=2), "cpu") as dist:
+    print(dist.gather_objects((dist.rank, dist.data_rank)))
+"""
+
+
+def test_processes_of_the_kernel_alone_meet(tmp_path: Path) -> None:
+    (tmp_path / "meets.py").write_text(MEETS, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"PYTHONPATH": str(ROOT / "core"), "LOCAL_WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "meets.py"],
+            cwd=tmp_path,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0] for process in started] == ["[(0, 0), (1, 1)]\n"] * 2
 
 
 def test_the_script_has_ten_lines() -> None:

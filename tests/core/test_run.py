@@ -16,10 +16,11 @@ from forge_train.base.files import write_whole
 from forge_train.config import Config
 from forge_train.config.sections import RunSection
 from forge_train.run.run import Run, is_checkpoint, is_run
-from forge_train.run.start import Start, changed_values
+from forge_train.run.start import Start
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.launching.claim import begin
+from forge_train_tools.launching.starting_over import changed_values
 from forge_train_tools.testing import installed
 
 pytestmark = pytest.mark.unit

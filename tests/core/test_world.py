@@ -16,6 +16,7 @@ from forge_train.mesh.world import World
 from forge_train_kit.ranks import coordinates
 from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult, check_alone
 from forge_train_tools.launching.launched import kind
+from forge_train_tools.launching.meeting import meet
 from forge_train_tools.launching.world import first_host, here, translated
 from forge_train_tools.planning.topology import Topology
 
@@ -145,7 +146,7 @@ def test_a_port_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         _environment(monkeypatch, taken.getsockname()[1])
         with (
             pytest.raises(ForgeError, match=r"the port is in use\. Set MASTER_PORT"),
-            DistributedContext.join(Layout(dp_shard=2), "cpu", timeout=1),
+            DistributedContext.join(Layout(dp_shard=2), "cpu", timeout=1, meet=meet),
         ):
             pass
 
@@ -157,7 +158,7 @@ def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     _environment(monkeypatch, port)
     with (
         pytest.raises(ForgeError, match=r"After 5 s rank 1 has not joined the other 1 of 2 processes"),
-        DistributedContext.join(Layout(dp_shard=2), "cpu", timeout=5),
+        DistributedContext.join(Layout(dp_shard=2), "cpu", timeout=5, meet=meet),
     ):
         pass
 

@@ -35,7 +35,7 @@ def joined(setup: Setup) -> Iterator[DistributedContext]:
     """
     config = setup.config
     layout = Layout.of(config.parallel, World.here().size)
-    with DistributedContext.join(layout, config.run.device, timeout=config.run.start_timeout) as dist:
+    with DistributedContext.join(layout, config.run.device, timeout=config.run.start_timeout, meet=setup.meet) as dist:
         dist.agree({**config.values(), **{f"plugin {entry['name']}": entry for entry in plugin_list(setup.hooks)}})
         yield dist
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.files import remove_remains, write_json, write_whole
+from ..base.files import write_json, write_whole
 from ..base.names import canonical
 from ..config.tree import CONDITIONAL, Key
 from ..config.validate import plain
-from ..run.run import MAKE_A_RUN, MODEL_FILES, Run, load, writing
+from ..run.run import Run, load, writing
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -44,37 +42,6 @@ def describe_run(run: Run, setup: Setup, step: int = 0, *, fresh: bool) -> None:
         write_json(run.dir / "plugins.json", plugin_list(hooks))
         write_json(run.dir / "environment.json", setup.environment())
     run.cut_metrics(step)
-
-
-def set_aside(run: Run) -> Path:
-    """Move what an earlier attempt left into `attempt-N/`, so that the run starts over in an empty folder.
-
-    Raises:
-        ConfigError: if it can't be written.
-    """
-    numbers = (found[1] for path in run.dir.iterdir() if (found := _ATTEMPT.match(path.name)))
-    aside = run.dir / f"attempt-{1 + max(map(int, numbers), default=0)}"
-    with writing(run.dir):
-        aside.mkdir()
-        for name in MAKE_A_RUN:  # which the folder stays, also if this process is killed
-            shutil.copyfile(run.dir / name, aside / name)
-        if (files := run.dir / MODEL_FILES).is_dir():  # the configuration may name some
-            shutil.copytree(files, aside / MODEL_FILES)
-        remove_remains(run.checkpoints)
-        for path in sorted(run.dir.iterdir()):
-            if not _stays(path.name):
-                path.rename(aside / path.name)
-        run.checkpoints.mkdir()
-    return aside
-
-
-_ATTEMPT = re.compile(r"attempt-(\d+)$")
-
-
-def _stays(name: str) -> bool:
-    """Return True if an entry of a run's folder is not moved: the open log, the lock, and files that are rewritten."""
-    kept = ("log", MODEL_FILES, *MAKE_A_RUN)
-    return name in kept or name.startswith(".") or _ATTEMPT.match(name) is not None
 
 
 def plugin_list(hooks: Hooks) -> list[dict[str, str]]:

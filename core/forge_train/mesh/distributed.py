@@ -35,6 +35,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
+Meet = Callable[[World, torch.device, timedelta], None]
 START_TIMEOUT = 120.0
 """Seconds that processes wait for each other, where the configuration (`run.start_timeout`) does not say."""
 
@@ -58,7 +59,9 @@ class DistributedContext:
 
     @classmethod
     @contextmanager
-    def join(cls, layout: Layout, wanted: Device, *, timeout: float = START_TIMEOUT) -> Iterator[DistributedContext]:
+    def join(
+        cls, layout: Layout, wanted: Device, *, timeout: float = START_TIMEOUT, meet: Meet | None = None
+    ) -> Iterator[DistributedContext]:
         """Join the processes a launcher started, for as long as the block lasts.
 
         The layout was checked completely before: a group that only some ranks create hangs all of them.
@@ -66,7 +69,8 @@ class DistributedContext:
         Args:
             layout: of the processes.
             wanted: the device of each.
-            timeout: seconds that a collective may take until `settle`: a rank that never came is named soon.
+            timeout: seconds that a collective may take until `settle`: a rank that never came is noticed soon.
+            meet: makes the process group.
 
         Raises:
             ForgeError: if they can't be joined.
@@ -77,7 +81,7 @@ class DistributedContext:
             start_cuda(device)
         joins = place.size > 1 and not dist.is_initialized()
         if joins:
-            join(place, device, timedelta(seconds=timeout))
+            (meet or join)(place, device, timedelta(seconds=timeout))
         try:
             context = cls(layout, device, place)
             if place.size > 1:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import sys
-import time
-import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..base.errors import CommunicationError, ConfigError
+from ..base.errors import ConfigError
 from .axes import FLATTENED_EXPERT, Domain
 from .layout import Device, Layout
 from .world import World
@@ -57,77 +54,13 @@ def start_cuda(device: torch.device) -> None:
 
 
 def join(place: World, device: torch.device, timeout: timedelta) -> None:
-    """Make the process group.
-
-    Raises:
-        CommunicationError: if a process does not come, or rank 0 can't listen.
-    """
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = place.rank == 0 and not agent_has_store
-    at = f"{place.address}:{place.port}"
-    try:
-        store = dist.TCPStore(
-            place.address, place.port, place.size, is_master=serves, timeout=timeout, wait_for_workers=False
-        )
-        # In a store that outlives them, gloo would find the addresses of the dead after a restart.
-        own = dist.PrefixStore(_agree(place, store, timeout, at), store) if agent_has_store else store
-        _await_all(place, own, timeout, at)
-        dist.init_process_group(backend, store=own, rank=place.rank, world_size=place.size, timeout=timeout)
-    except RuntimeError as error:
-        if serves and "EADDRINUSE" in str(error):
-            raise CommunicationError(
-                f"Rank 0 can't listen at {at}: the port is in use. Set MASTER_PORT to a free one, on all nodes."
-            ) from error
-        reason = str(error).strip().splitlines()[0]
-        raise CommunicationError(
-            f"Rank {place.rank} can't join the other {place.size - 1} at {at}: {reason}"
-        ) from error
+    """Make the process group, by the environment variables of torchrun."""
+    dist.init_process_group(backend_of(device), rank=place.rank, world_size=place.size, timeout=timeout)
 
 
-def _await_all(place: World, store: dist.Store, timeout: timedelta, at: str) -> None:
-    """Have rank 0 name those that do not come; the others hear of it from whoever started them."""
-    store.set(f"here-{place.rank}", "")
-    if place.rank:
-        return
-    try:
-        store.wait([f"here-{rank}" for rank in range(place.size)], timeout)
-    except RuntimeError as error:
-        missing = [rank for rank in range(place.size) if not store.check([f"here-{rank}"])]
-        raise _absent(missing, place, timeout, at) from error
-
-
-def _absent(missing: list[int], place: World, timeout: timedelta, at: str) -> CommunicationError:
-    ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-    return CommunicationError(
-        f"After {timeout.total_seconds():g} s {ranks} not joined the other {place.size - len(missing)} of "
-        f"{place.size} processes at {at}. Look whether they were started, and at their logs."
-    )
-
-
-def _agree(place: World, store: dist.Store, timeout: timedelta, at: str) -> str:
-    """A prefix that the processes of this start share, and no other ones.
-
-    Agents of torchrun count their restarts each for itself, so one that joined later has another count, and the store
-    stays when their number changes. So every process draws a name, rank 0 proposes all of them until each process has
-    found its own there, and the processes of an earlier start find no name of theirs.
-    """
-    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    ranks = range(place.size)
-    awaited = names = [f"name-{rank}" for rank in ranks]
-    store.set(names[place.rank], mine)
-    while time.monotonic() < deadline:
-        if place.rank == 0 and store.check(names):
-            store.set("proposal", ",".join(store.get(name).decode() for name in names))
-        proposal = store.get("proposal").decode() if store.check(["proposal"]) else ""
-        if mine in proposal.split(","):
-            prefix = hashlib.sha256(proposal.encode()).hexdigest()
-            awaited = [f"{prefix}-{rank}" for rank in ranks]
-            store.set(awaited[place.rank], "")
-            if store.check(awaited):
-                return prefix
-        time.sleep(0.05)
-    raise _absent([rank for rank in ranks if not store.check([awaited[rank]])], place, timeout, at)
+def backend_of(device: torch.device) -> str:
+    """The backends of a process group on this device."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def leave() -> None:

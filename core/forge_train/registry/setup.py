@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..config.validate import Mistake, validate
 from ..contract.model import InitialWeights, Model
 from ..contract.protocols import Copies, no_copies
 from ..mesh.layout import Layout
+from ..mesh.world import World
 from ..plugin.calls import EnabledPlugin, plugin_note
 from ..plugin.job import Hooks, Job
 from ..plugin.plugin import PROJECT, Plugin
@@ -52,6 +54,15 @@ def only_shards(form: str) -> None:
         raise ConfigError(f"checkpoint.format: this setup writes no full tensors, as {form!r} asks; set 'sharded'.")
 
 
+def no_second_start(job: Job) -> None:
+    """For runs that do not start over in their folder.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(f"{job.run.dir}: this run has no whole checkpoint; choose another run.name.")
+
+
 @dataclass(frozen=True)
 class Setup:
     """A run that could start: its configuration and its plugins."""
@@ -72,6 +83,10 @@ class Setup:
     """Records files that plugins write."""
     environment: Callable[[], Mapping[str, Any]] = dict
     """Gives the content of a run's environment.json."""
+    start_over: Callable[[Job], None] = no_second_start
+    """Empties the folder of a run that has no checkpoint."""
+    meet: Callable[[World, Any, timedelta], None] | None = None
+    """Makes the process group of a process on its device; by default, as torch does."""
     claim: Claim = claim
     """Chooses the folder of a run, and keeps it for one job."""
 

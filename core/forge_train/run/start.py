@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..base.errors import ConfigError, describe
+from ..base.errors import ConfigError
 from ..config import Config, differences
 from ..mesh.axes import CONFIGURED, Axis
 from ..mesh.layout import Layout
@@ -85,25 +84,3 @@ def changed_layout(checkpoint: Path, saved: Mapping[str, Any], now: Layout) -> s
     names = {axis: 1 for layout in sizes for axis in layout}
     changed = differences(*({**names, **layout} for layout in sizes))
     return ", ".join(f"{axis} {before} then, {after} now" for axis, before, after in changed)
-
-
-def changed_values(file: Path, text: str) -> list[str]:
-    """`train.steps: 4 then, 8 now` for every value that differs between a run's config.toml and a new one.
-
-    Raises:
-        ConfigError: if the file can't be read.
-    """
-    try:
-        before = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # which editors of Windows write
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: can't read the run's configuration: {describe(error)}.") from error
-    old, new = dict(_flat(before)), dict(_flat(tomllib.loads(text)))
-    return [f"{key}: {then!r} then, {now!r} now" for key, then, now in differences(old, new)]
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -22,6 +22,7 @@ from forge_train_kit.hookspecs import initial_weights
 from ..hookspecs import checkpoint_copies
 from ..launching.claim import claimed
 from ..launching.environment import environment
+from ..launching.meeting import meet
 from ..launching.signals import signals
 from .fitting import named
 from .inspection import inspector
@@ -87,6 +88,8 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         recorder=Recorder,
         environment=environment,
         listen=signals,
+        start_over=_start_over,
+        meet=meet,
         claim=partial(claimed, copies),
     )
 
@@ -95,6 +98,12 @@ def _formats(form: str) -> MakeFiles | None:
     from forge_train_kit.full_tensors import files_of  # which imports torch
 
     return files_of(form)
+
+
+def _start_over(job: Job) -> None:
+    from ..launching.starting_over import start_over  # of use to few runs
+
+    start_over(job)
 
 
 def _policy(job: Job) -> CheckpointPolicy:
