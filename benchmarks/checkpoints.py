@@ -67,7 +67,7 @@ class Watch:
 
 def disk(folder: Path, how: str) -> dict[str, float]:
     """MB/s that the disk takes and gives: a file of the size of the state, flushed, dropped from memory and read."""
-    from forge_train.store.digest import hasher
+    from forge_train.store.manifest import hasher
 
     data = os.urandom(8 * MIB)
     count, written, read, hashed = PIECE * PIECES // len(data), [], [], []

@@ -78,11 +78,11 @@ def take_out(source: Path, target: Path) -> None:
 
 def hashed(source: Path, target: Path) -> None:
     """One hash of every file, as a checkpoint's manifest has it."""
-    from forge_train.store.digest import of_file
+    from forge_train.store.manifest import hash_of
 
     for file in source.glob("*.safetensors"):
         with file.open("rb") as data:
-            of_file(data)
+            hash_of(data)
 
 
 WAYS = {one.__name__: one for one in (plain, flushed, convert, bring_in, take_out, hashed)}

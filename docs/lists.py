@@ -16,8 +16,8 @@ from typing import Any
 
 import forge_train_kit.metrics
 from forge_train import Plugin
+from forge_train.base.names import PluginRef
 from forge_train.config.sections import CORE_SECTIONS
-from forge_train.contract.reference import PluginRef
 from forge_train.plugin.plugin import PROJECT
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover, load

@@ -63,7 +63,7 @@ def refused(
     """Train until the first save, for which a rank has no room, and say how that ended."""
     import torch.distributed as dist
 
-    from forge_train.base.disk import DiskError
+    from forge_train.base.files import DiskError
     from forge_train_tools.testing import run_forge
 
     config = {"train.global_batch": 12, "train.micro_batch": 1, "checkpoint.every": 1}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
-from forge_train.base.names import canonical
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef, canonical
 from forge_train_kit.source import Source
 from forge_train_tools.configuration.presets import base_preset
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from forge_train.base.disk import DiskError
 from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, Failure, ForgeError
+from forge_train.base.files import DiskError
 from forge_train.base.strict_json import dumps
 from forge_train.contract.events import Finished
 from forge_train.registry.discovery import plugin_name

@@ -10,9 +10,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from .base import disk
 from .base.errors import ConfigError, DivergedError, Failure, ForgeError, describe
-from .base.files import plain, remove_remains, write_json
+from .base.files import DiskError, LogFile, disk_errors, plain, remove_remains, write_json
 from .checkpoint import checkpoint
 from .compose.compose import Composition
 from .config.tree import DEFAULT
@@ -20,7 +19,6 @@ from .contract.events import Finished, Outcome
 from .contract.model import Model
 from .contract.protocols import Copies
 from .loop.assembly import assemble, joined, prepare_process
-from .loop.checkpoint_policy import CheckpointPolicy
 from .loop.resume import check_allowed, compare
 from .loop.run import describe_run
 from .loop.saver import repair_finished
@@ -91,7 +89,7 @@ def train(
                 _tell_idle(job, composition)
                 if known and fresh:  # not before the new layout has been found to hold it
                     setup.start_over(job)
-                with disk.writing(run.dir / "composition.json"):
+                with disk_errors(run.dir / "composition.json"):
                     write_json(run.dir / "composition.json", composition.report)
 
         try:
@@ -130,13 +128,13 @@ def _record_failure(job: Job, training: Training | None, model: Model | None, er
     finished = Finished(outcome, step, loss, code, job.run.dir, describe(error), error=error)
     finished.model, finished.optimizer, finished.log = model, optimizer, _log_file(job)
     refused = isinstance(error, ConfigError) and not (training and (training.stepped or not job.run.outcome()))
-    full = isinstance(error, disk.DiskError)
+    full = isinstance(error, DiskError)
 
     def record(write: Callable[[], object]) -> None:
         try:
             write()
         except Exception as another:  # a full disk, or a plugin: what went wrong first is what is told
-            told = log.info if full and isinstance(another, (OSError, disk.DiskError)) else log.warning
+            told = log.info if full and isinstance(another, (OSError, DiskError)) else log.warning
             told("Nor could it be recorded how the run ended: %s", describe(another))
 
     if job.dist.main and not refused:
@@ -173,7 +171,7 @@ def _finished_before(job: Job, setup: Setup, start: Start) -> Finished | None:
     outcome = job.run.outcome()
     if outcome.get("outcome") != "done" or outcome["step"] < job.steps:
         return None
-    repair_finished(job, (setup.policy or CheckpointPolicy)(job))
+    repair_finished(job, setup.policy(job))
     reason = f"the run had finished before: {outcome['step']} steps. Train longer with -s {job.config.train.length}=…"
     return Finished("done", outcome["step"], outcome["loss"], 0, start.dir, reason)
 
@@ -210,7 +208,7 @@ def _log_file(job: Job) -> Path:
 
 
 def _log_to(file: Path) -> Callable[[], None]:
-    handler = disk.LogFile(file, encoding="utf-8")
+    handler = LogFile(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
 

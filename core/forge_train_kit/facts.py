@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef
 
 from .source import Source
 

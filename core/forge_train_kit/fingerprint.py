@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef
 
 _INSTALLED = ("site-packages", "dist-packages")
 

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, cast
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.scoped import ScopedValue
 from forge_train.contract.batch import MASKED
 from forge_train.contract.protocols import Scalar
+
+from .scoped import ScopedValue
 
 __all__ = [
     "ANSWERS",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.names import canonical, is_file
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef, canonical, is_file
 from forge_train.registry.discovery import discover, dotted, in_file, instead
 
 

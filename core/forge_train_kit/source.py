@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from forge_train.base.names import split
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef, split
 from forge_train_kit.capabilities import KernelCapabilities
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from forge_train.base.errors import ConfigError
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
-from forge_train.loop import checkpoint_policy
+from forge_train.contract import protocols
 from forge_train.plugin.job import Job
 
 REQUEST = "save"
@@ -21,7 +21,7 @@ EVALUATION = "evaluation."
 """Prefix of `checkpoint.best` when it names a result of evaluations."""
 
 
-class CheckpointPolicy(checkpoint_policy.CheckpointPolicy):
+class CheckpointPolicy(protocols.CheckpointPolicy):
     """Reads `checkpoint.every`, `minutes`, `early` and `best`, and the requests of users."""
 
     unknown = ()

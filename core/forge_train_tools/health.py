@@ -21,7 +21,8 @@ from forge_train.base.format import format_bytes
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.world import World
-from forge_train_tools.launching.meeting import meet
+
+from .launching.meeting import meet
 
 PERIOD = 7
 SIZES = {"cuda": 4095, "cpu": 525, "mps": 1050}

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from forge_train.base.names import folder, is_file, locate, split
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef, folder, is_file, locate, split
 from forge_train.registry.declared import SpecModule, spec_modules
 from forge_train.registry.discovery import discover
 

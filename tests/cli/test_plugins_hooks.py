@@ -14,7 +14,7 @@ import pytest
 
 import toys
 from forge_cli import forge
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef
 from forge_train.plugin.calls import implemented
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train_tools import hook_table

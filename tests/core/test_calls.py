@@ -38,8 +38,8 @@ from forge_train import (
     Transform,
     hookimpl,
 )
+from forge_train.base.names import PluginRef
 from forge_train.contract.events import Evaluation, Finished, StepResult
-from forge_train.contract.reference import PluginRef
 from forge_train.plugin import hookspecs as kernel
 from forge_train.plugin.calls import Calls, EnabledPlugin, implemented
 from forge_train.plugin.guards import note_plugin

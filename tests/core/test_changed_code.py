@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from forge_train.base.names import locate
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef, locate
 from forge_train_kit import fingerprint as code
 from forge_train_kit.fingerprint import fingerprint
 from tiny_models import reseal

@@ -11,7 +11,7 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Plugin, hookimpl
-from forge_train.base.disk import DiskError
+from forge_train.base.files import DiskError
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.checkpoint import found
 from forge_train.contract.events import Evaluation

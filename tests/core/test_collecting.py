@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from forge_train.mesh import distributed
+from forge_train.mesh import process_group as meter
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
-from forge_train.step import meter
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import chat_model
 from forge_train import ConfigError
-from forge_train.base.disk import DiskError
+from forge_train.base.files import DiskError
 from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline.convert import convert_folder
 from forge_train_tools.planning.ledger import Ledger

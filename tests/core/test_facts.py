@@ -11,7 +11,7 @@ import pytest
 
 import toys
 from forge_train import ConfigError
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef
 from forge_train_kit.facts import ARCHITECTURES, SAVES, Fact, stated
 from forge_train_kit.plugins import find
 from forge_train_plugins.models.decoder import Decoder

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from forge_train.base import disk
-from forge_train.base.disk import DiskError, LogFile
+from forge_train.base.files import DiskError, LogFile, refused
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train.engine import train
 from forge_train_tools.launching import launch
@@ -117,7 +116,7 @@ def test_a_rank_can_say_how_it_ended_on_a_disk_that_is_full(tmp_path: Path, monk
 @pytest.mark.parametrize(("number", "full"), [("ENOSPC", True), ("EDQUOT", True), ("EFBIG", True), ("EROFS", False)])
 def test_a_launcher_knows_that_another_attempt_finds_no_room(tmp_path: Path, number: str, full: bool) -> None:
     """Also of a rank that has the error from another one."""
-    error = disk.refused(tmp_path, OSError(getattr(errno, number), "no"))
+    error = refused(tmp_path, OSError(getattr(errno, number), "no"))
     assert pickle.loads(pickle.dumps(error)).full is full
     task = WorkerCommand("module:function", {}, folder=tmp_path / "launch", logs=tmp_path)
     task.write(1)

@@ -17,7 +17,7 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, hookspec
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.plugin.job import Hooks
 from forge_train.plugin.specs import HookSpec

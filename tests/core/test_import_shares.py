@@ -17,7 +17,7 @@ import chat_model
 import warm
 from forge_train import ConfigError
 from forge_train.checkpoint.seal import check
-from forge_train.store import digest
+from forge_train.store.manifest import hash_of, hash_on_disk
 from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline.hf_files import fill_full
 from forge_train_tools.offline.hf_import import _Asked, _Import, import_checkpoint
@@ -85,4 +85,4 @@ def test_what_is_read_past_the_cache_has_the_same_hash(tmp_path: Path, size: int
     file.write_bytes(b"abc" * (size // 3) + b"d" * (size % 3))
     with file.open("rb+") as data:
         os.fsync(data.fileno())
-        assert digest.of_disk(file) in (digest.of_file(data), None)  # None: on a file system in memory
+        assert hash_on_disk(file) in (hash_of(data), None)  # None: on a file system in memory

@@ -16,7 +16,7 @@ import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, Plugin, PluginError, hookimpl
 from forge_train.base.format import place
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover, load

@@ -18,7 +18,7 @@ import torch
 
 import toys
 from forge_train import DivergedError, ForgeError, Plugin, PluginError, hookimpl
-from forge_train.base.disk import DiskError
+from forge_train.base.files import DiskError
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.checkpoint import check, found, load
 from forge_train.checkpoint.seal import ALONE

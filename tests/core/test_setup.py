@@ -13,8 +13,7 @@ import pytest
 import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, section
 from forge_train.base.errors import Problem
-from forge_train.base.names import canonical, snake
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef, canonical, snake
 from forge_train.registry.discovery import discover, dotted, load
 from forge_train.registry.setup import Setup
 from forge_train_kit.source import Source

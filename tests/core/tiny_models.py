@@ -11,7 +11,7 @@ from forge_train.compose.compose import compose
 from forge_train.contract.model import Model
 from forge_train.engine import train
 from forge_train.plugin.job import Job
-from forge_train.store import digest
+from forge_train.store.manifest import hash_of
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.opening import lone_job
@@ -52,7 +52,7 @@ def reseal(checkpoint: Path) -> Path:
     kind = manifest.get("hash", "sha256")
     for name in manifest["files"]:
         content = (checkpoint / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(content), kind: digest.of_file(io.BytesIO(content), kind)}
+        manifest["files"][name] = {"bytes": len(content), kind: hash_of(io.BytesIO(content), kind)}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     return checkpoint
 

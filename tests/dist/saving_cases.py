@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from forge_train import Plugin, hookimpl
-from forge_train.base.disk import DiskError
+from forge_train.base.files import DiskError
 from forge_train.checkpoint.writing import Background
 from forge_train.loop.saver import Saver
 from forge_train.store.save_plan import Shards

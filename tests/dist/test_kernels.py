@@ -9,7 +9,7 @@ import pytest
 
 import kernels
 from forge_train import ConfigError, Plugin
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef
 from forge_train.registry.discovery import discover
 from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.plugins import find

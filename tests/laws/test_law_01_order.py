@@ -12,8 +12,8 @@ import pytest
 
 import toys
 from forge_train import Applied, Phase, Plugin, StepResult, Transform, hookimpl
+from forge_train.base.names import PluginRef
 from forge_train.compose.compose import compose
-from forge_train.contract.reference import PluginRef
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import Calls

@@ -15,8 +15,7 @@ from ..base.files import write_json
 from ..mesh.distributed import DistributedContext
 from ..mesh.layout import Layout
 from ..mesh.world import cores
-from ..store import digest
-from ..store.manifest import FORMAT, INDEX, MANIFEST, SHARDS, Sealed, inspect
+from ..store.manifest import ALGORITHM, FORMAT, INDEX, MANIFEST, SHARDS, Sealed, hash_of, hash_on_disk, inspect
 
 ALONE = DistributedContext(Layout(), torch.device("cpu"))
 """This process by itself."""
@@ -82,10 +81,10 @@ def seal(
     if refusal := next((one for one in found.values() if isinstance(one, OSError)), None):
         raise refusal
     held = [name for name in sorted(sizes) if name not in editable]
-    entries = {name: {"bytes": sizes[name], digest.ALGORITHM: found[name]} for name in held}
+    entries = {name: {"bytes": sizes[name], ALGORITHM: found[name]} for name in held}
 
     def write() -> None:
-        listed = {"format": FORMAT, "hash": digest.ALGORITHM, "step": step, "files": entries}
+        listed = {"format": FORMAT, "hash": ALGORITHM, "step": step, "files": entries}
         write_json(path / MANIFEST, {**listed, "editable": list(editable)} if editable else listed)
         for folder in {file.parent for file in _files(path)}:
             sync(folder)
@@ -163,7 +162,7 @@ def _hashes(
     sizes: Mapping[str, int],
     dist: DistributedContext,
     *,
-    algorithm: str = digest.ALGORITHM,
+    algorithm: str = ALGORITHM,
     flush: bool = False,
     from_disk: bool = False,
 ) -> dict[str, str | OSError]:
@@ -173,14 +172,14 @@ def _hashes(
 
     def read(name: str) -> str | OSError:
         try:
-            if from_disk and (found := digest.of_disk(path / name, algorithm)) is not None:
+            if from_disk and (found := hash_on_disk(path / name, algorithm)) is not None:
                 return found
             with (path / name).open("rb") as data:
                 if flush:
                     os.fsync(data.fileno())
                 if from_disk and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                return digest.of_file(data, algorithm)
+                return hash_of(data, algorithm)
         except OSError as error:
             return error
 

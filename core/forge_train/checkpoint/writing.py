@@ -19,9 +19,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ..base import disk
 from ..base.errors import ForgeError
-from ..base.files import check_new, put, remove_remains, write_json, write_whole
+from ..base.files import check_new, put, refused, remove_remains, write_json, write_whole
 from ..base.format import format_bytes
 from ..mesh.distributed import DistributedContext
 from ..store.manifest import FORMAT
@@ -177,7 +176,7 @@ def _commit(part: Path, target: Path, latest: Path | None, *, replace: bool) -> 
 def _refused(target: Path, error: OSError) -> ForgeError:
     last = next((saved.path.name for saved in found(target.parent) if not verify(saved.path)), None)
     kept = f" The newest whole checkpoint is {last}." if last else " There is no earlier checkpoint."
-    return disk.refused(target, error, "can't save the checkpoint:", kept)
+    return refused(target, error, "can't save the checkpoint:", kept)
 
 
 def prune(

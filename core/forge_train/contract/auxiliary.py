@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.scoped import ScopedValue
+_scales: list[Tensor | float] = [1.0]
+"""The last is that of the step under way. Backward passes run in autograd's threads, which see no context variable."""
 
-_scale: ScopedValue[Tensor | float] = ScopedValue(1.0)
 
-
-def loss_scaling(scale: Tensor | float) -> AbstractContextManager[None]:
+@contextmanager
+def loss_scaling(scale: Tensor | float) -> Iterator[None]:
     """Set the factor under which the losses of this step enter the gradients."""
-    return _scale.set_to(scale)
+    _scales.append(scale)
+    try:
+        yield
+    finally:
+        _scales.pop()
 
 
 class _Attach(torch.autograd.Function):
@@ -44,4 +49,4 @@ def attach_loss(x: Tensor, value: Tensor) -> Tensor:
         x: any tensor on the way to the loss.
         value: 0-dim; what it is computed from gets its gradient. The logged loss does not include it.
     """
-    return _Attach.apply(x, value, _scale.value)  # type: ignore[no-any-return,no-untyped-call]
+    return _Attach.apply(x, value, _scales[-1])  # type: ignore[no-any-return,no-untyped-call]

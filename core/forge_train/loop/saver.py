@@ -15,14 +15,13 @@ from ..checkpoint import checkpoint, found
 from ..checkpoint.seal import ALONE
 from ..checkpoint.writing import Background, commit, prune, repair, stage
 from ..contract.events import CheckpointEvent
-from ..contract.protocols import CheckpointCopies, Copies
+from ..contract.protocols import CheckpointCopies, CheckpointPolicy, Copies
 from ..mesh.distributed import DistributedContext
 from ..plugin import hookspecs
 from ..plugin.job import Job
 from ..registry.setup import Formats
 from ..run.run import MODEL_FILES
 from ..store import save_plan
-from .checkpoint_policy import CheckpointPolicy
 
 log = logging.getLogger("forge_train")
 

@@ -11,16 +11,15 @@ from ..base.errors import ConfigError, DivergedError, during
 from ..checkpoint import checkpoint
 from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
+from ..mesh.process_group import collect, scheduled_collections
 from ..plugin import hookspecs
 from ..registry.setup import Setup
 from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
-from ..step.aggregate import split
+from ..step.aggregate import Meter, split
 from ..step.forward import Evaluations, close
-from ..step.meter import Meter, collect, scheduled_collections
 from ..step.step import Progress, Stepper
 from .assembly import load_initial
-from .checkpoint_policy import CheckpointPolicy
 from .resume import capture, optimizer_to_save, restore
 from .saver import Saver
 from .weights import Base, check_kept
@@ -44,7 +43,7 @@ class Training:
         self._fill = setup.fill
         self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
         self._around_step = hookspecs.around("step", job)
-        self.policy: CheckpointPolicy = (setup.policy or CheckpointPolicy)(job)
+        self.policy = setup.policy(job)
         self.saver = Saver(job, self.policy, setup.copies, setup.formats)
         self._meter = Meter(job)
         self.loss: float | None = None

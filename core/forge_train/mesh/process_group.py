@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -109,3 +111,42 @@ def build_meshes(layout: Layout, device: torch.device) -> dict[str, DeviceMesh]:
     if layout.ep * layout.etp > 1:
         meshes |= {f"expert.{name}": expert[axes]._flatten(name) for name, axes in FLATTENED_EXPERT.items()}
     return meshes | {"batch": view("batch"), "expert": expert}
+
+
+# -- garbage collections, in the same steps on every rank ------------------------------------------------------------
+
+YOUNG = 50
+"""Steps between collections of what was made lately."""
+ALL = 1000
+"""Steps between collections of everything."""
+
+
+@contextmanager
+def scheduled_collections(*, active: bool) -> Iterator[None]:
+    """Leave collections to `collect` within the block, which makes them between steps of a fixed number.
+
+    Python collects when a rank has made enough objects, which differs between ranks: one stops for a tenth of a second,
+    and all others wait for it in the next collective.
+
+    Args:
+        active: whether to do so; else the block changes nothing.
+    """
+    before = gc.isenabled()
+    if active:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def collect(step: int) -> None:
+    """Collect after this step, if it is its turn and Python itself collects nothing."""
+    if gc.isenabled():
+        return
+    if step % ALL == 0:
+        gc.collect()
+    elif step % YOUNG == 0:
+        gc.collect(1)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ..base.errors import ConfigError
-from ..base.names import import_module
-from ..contract.reference import HookOrigin, PluginRef
+from ..base.names import HookOrigin, PluginRef, import_module
 from .calls import Calls, EnabledPlugin, at_home, without
 from .guards import Guarded, nesting, note_plugin
 from .plugin import Plugin

@@ -18,7 +18,7 @@ import pluggy
 
 from ..base.errors import ForgeError, PluginError, describe, locate
 from ..base.format import place, shown
-from ..contract.reference import HookOrigin, PluginRef
+from ..base.names import HookOrigin, PluginRef
 from .plugin import MARK, PROJECT, Plugin
 from .returns import returned
 from .specs import HookSpec

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..base.errors import PluginError, Where, locate
 from ..base.format import place
+from ..base.names import HookOrigin
 from ..contract.batch import Batch, BatchPhase, Preparation, PrepareStep
 from ..contract.protocols import Span
-from ..contract.reference import HookOrigin
 from .calls import Calls, EnabledPlugin, at_home, implemented
 from .returns import CONTEXT, ReturnCheck, found, kind_of, results
 from .specs import HookSpec

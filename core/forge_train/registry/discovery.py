@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, ForgeError, describe, nearest
-from ..base.names import canonical, folder, import_module, is_file, snake, split
-from ..contract.reference import PluginRef
+from ..base.names import PluginRef, canonical, folder, import_module, is_file, snake, split
 
 if TYPE_CHECKING:
     from ..plugin.plugin import Plugin

@@ -9,9 +9,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ..base.errors import ConfigError, nearest
-from ..base.names import canonical, is_file
+from ..base.names import PluginRef, canonical, is_file
 from ..config.tree import CONDITIONAL, Origin, Tree
-from ..contract.reference import PluginRef
 from ..plugin.calls import EnabledPlugin
 from .declared import Specs
 from .discovery import RESERVED, discover, dotted, in_file, instead, is_name, load, plugin_name

@@ -18,7 +18,7 @@ from ..config.sections import CORE_SECTIONS
 from ..config.tree import DEFAULT, Origin, Tree, Value
 from ..config.validate import Mistake, validate
 from ..contract.model import InitialWeights, Model
-from ..contract.protocols import Copies, no_copies
+from ..contract.protocols import CheckpointPolicy, Copies, no_copies
 from ..mesh.layout import Layout
 from ..mesh.world import World
 from ..plugin.calls import EnabledPlugin, plugin_note
@@ -77,8 +77,8 @@ class Setup:
     """Says what writes the model's weights as full tensors, where `checkpoint.format` asks for that."""
     listen: Callable[[Control], AbstractContextManager[Any]] = nullcontext
     """Passes requests from outside, such as signals, to a run while the block lasts."""
-    policy: Callable[[Job], Any] | None = None
-    """Makes a `loop.checkpoint_policy.CheckpointPolicy` that does more than save by steps."""
+    policy: Callable[[Job], CheckpointPolicy] = CheckpointPolicy
+    """Says when a run saves, and what it keeps."""
     recorder: type[Recorder] = Recorder
     """Records files that plugins write."""
     environment: Callable[[], Mapping[str, Any]] = dict

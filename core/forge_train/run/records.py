@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base import disk
 from ..base.errors import ConfigError, PluginError
+from ..base.files import disk_errors
 from ..base.strict_json import COUNT, NUMBER, check_text, dumps, loads, odd
 
 log = logging.getLogger("forge_train")
@@ -190,7 +190,7 @@ def _rewrite(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Give a file other lines, all at once."""
     part = file.with_suffix(".jsonl.partial")
     try:
-        with disk.writing(file):
+        with disk_errors(file):
             part.write_text("".join(f"{dumps(line)}\n" for line in lines), encoding="utf-8")
             part.replace(file)
     finally:
@@ -199,7 +199,7 @@ def _rewrite(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 def _append(file: Path, line: Mapping[str, Any]) -> None:
     text = dumps(line) + "\n"
-    with disk.writing(file), file.open("a+b") as out:
+    with disk_errors(file), file.open("a+b") as out:
         if out.tell() and not _ends_whole(file):
             out.truncate(file.read_bytes().rfind(b"\n") + 1)  # a crash cut the last line off
         out.write(text.encode())

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..base import disk
 from ..base.errors import ConfigError, DivergedError, Failure, describe
-from ..base.files import load_json, write_json
+from ..base.files import FULL, disk_errors, load_json, refused, write_json
 from ..base.strict_json import COUNT, NUMBER, PAIRS, check_text, odd
 from .records import EventSchema, Records, read
 
@@ -175,7 +174,7 @@ class Run:
     def end(self, outcome: Mapping[str, Any]) -> None:
         """Write how the run ended."""
         self.check_lock()
-        with disk.writing(self.dir / "outcome.json"):
+        with disk_errors(self.dir / "outcome.json"):
             write_json(self.dir / "outcome.json", outcome)
 
 
@@ -189,8 +188,8 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in disk.FULL:
-            raise disk.refused(folder, error, "can't write the run folder:") from error
+        if error.errno in FULL:
+            raise refused(folder, error, "can't write the run folder:") from error
         raise ConfigError(f"{folder}: can't write the run folder: {error.strerror or error}.") from error
 
 

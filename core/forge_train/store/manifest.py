@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import mmap
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from ..base.files import load_json, regular_size
-from . import digest
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -73,8 +77,8 @@ def listed(read: Callable[[], Any], path: Path) -> Sealed | str:
         table = read()
         if problem := other_format(table.get("format", 1 if DCP_INDEX in table["files"] else FORMAT)):
             return problem
-        if not digest.known(algorithm := table.get("hash", digest.FIRST)):
-            return f"{MANIFEST} names the hash {str(algorithm)[:40]!r}; this forge knows {digest.names()}"
+        if not is_hash(algorithm := table.get("hash", FIRST)):
+            return f"{MANIFEST} names the hash {str(algorithm)[:40]!r}; this forge knows {hash_names()}"
         files = {name: _entry(entry, algorithm) for name, entry in table["files"].items()}
         editable, step = list(table.get("editable", ())), table.get("step")
     except FileNotFoundError:
@@ -175,3 +179,75 @@ def _added(path: Path, sealed: Sealed) -> str:
     beside = (file for folder in sorted(folders) for file in sorted((path / folder).iterdir()))
     names = (str(file.relative_to(path)) for file in beside if file.is_file() and not file.name.startswith("."))
     return next((f"{name} was added to it" for name in names if name not in sealed.files), "")
+
+
+# -- hashes: they show damage, not tampering (docs/guarantees.md) ------------------------------------------------------
+
+ALGORITHM = "xxh3_128"
+"""Of checkpoints that are written now."""
+FIRST = "sha256"
+"""Of manifests that don't name theirs."""
+
+
+_DIRECT = 4 << 20
+"""Bytes of one read past the cache."""
+
+
+class Hasher(Protocol):
+    """A hash that is still being computed."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def hasher(algorithm: str = ALGORITHM) -> Hasher:
+    """A hash of nothing yet. Both kinds let other threads run while they read a large piece."""
+    return _KNOWN[algorithm]()
+
+
+def hash_of(file: BufferedIOBase, algorithm: str = ALGORITHM) -> str:
+    """The hash of a file that was opened for reading, from its beginning to its end."""
+    return hashlib.file_digest(file, cast("Callable[[], hashlib._Hash]", _KNOWN[algorithm])).hexdigest()
+
+
+def hash_on_disk(path: Path, algorithm: str = ALGORITHM) -> str | None:
+    """The hash of a file that was flushed, read past the system's cache; None where the system can't do that."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return None  # such as a file system in memory
+    found, left = hasher(algorithm), os.fstat(handle).st_size
+    try:
+        with mmap.mmap(-1, _DIRECT) as pages, memoryview(pages) as buffer:  # as aligned as such a read asks for
+            while left and (got := os.readv(handle, [buffer])):
+                found.update(buffer[:got])
+                left -= got
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+    finally:
+        os.close(handle)
+    return found.hexdigest()
+
+
+def is_hash(algorithm: object) -> bool:
+    """Return True if this algorithm can be used to compare files."""
+    return isinstance(algorithm, str) and algorithm in _KNOWN
+
+
+def hash_names() -> str:
+    """All algorithms, for messages."""
+    return ", ".join(_KNOWN)
+
+
+def _xxh3_128() -> Hasher:
+    import xxhash  # a listing does without
+
+    return xxhash.xxh3_128()
+
+
+_KNOWN: Mapping[str, Callable[[], Hasher]] = {FIRST: hashlib.sha256, ALGORITHM: _xxh3_128}

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..base.errors import ConfigError, ForgeError
 from ..base.strict_json import dumps, parse_json
-from . import digest
 from .index import Placed, text_of
+from .manifest import Hasher, hasher
 from .shards import Box, Shard, size_of
 from .tree import MODEL
 
@@ -104,7 +104,7 @@ def write_shards(file: Path, shards: Sequence[Shard], values: Callable[[Shard], 
     ordered = sorted(shards, key=lambda shard: -shard.dtype.itemsize)  # so that each is aligned to its own values
     head = header({f"{one.name}{text_of(one.box)}": (one.sizes, one.dtype) for one in ordered})
     places: dict[Shard, Placed] = {}
-    end, hashed = len(head), digest.hasher()
+    end, hashed = len(head), hasher()
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         write_at(handle, memoryview(head), 0, hashed)
@@ -197,7 +197,7 @@ def pieces(
         yield first + sum(row), data[number * length : (number + 1) * length]
 
 
-def write_at(handle: int, data: memoryview, offset: int, hashed: digest.Hasher | None = None) -> None:
+def write_at(handle: int, data: memoryview, offset: int, hashed: Hasher | None = None) -> None:
     """Write all of it to an open file, and hash it on its way."""
     for start in range(0, len(data), _PIECE):
         piece, at = data[start : start + _PIECE], offset + start

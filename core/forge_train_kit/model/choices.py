@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
-from forge_train.base.scoped import ScopedValue
+from ..scoped import ScopedValue
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

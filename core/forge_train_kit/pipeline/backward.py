@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Literal
 
-from forge_train.base.scoped import ScopedValue
+from ..scoped import ScopedValue
 
 Wanted = Literal["both", "input", "weight"]
 

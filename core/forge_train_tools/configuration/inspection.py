@@ -13,8 +13,8 @@ from typing import Any
 
 from forge_train.base.errors import PluginError, describe, nearest
 from forge_train.base.format import place
+from forge_train.base.names import PluginRef
 from forge_train.config.schema import no_toml
-from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.plugin import MARK, Plugin
 from forge_train.plugin.specs import HookSpec

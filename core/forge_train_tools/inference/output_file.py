@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from forge_train.base import disk
 from forge_train.base.errors import ConfigError
-from forge_train.base.files import load_json, write_json
+from forge_train.base.files import disk_errors, load_json, write_json
 from forge_train.base.strict_json import COUNT, dumps, odd
 from forge_train_kit.lock import take
 
@@ -48,7 +47,7 @@ class OutputFile:
             raise ConfigError(f"--out: {path} exists; name a new file, or remove it.")
         if not path.parent.is_dir():
             raise ConfigError(f"--out: there is no folder {path.parent}; make it first.")
-        with disk.writing(part):
+        with disk_errors(part):
             part.mkdir(exist_ok=True)
             lock = take(part, busy=lambda owner: f"--out: {owner} is writing {path}. Wait until it ends.")
         try:
@@ -89,7 +88,7 @@ class OutputFile:
             DiskError: the disk refuses; what was there before stays.
         """
         text = "".join(f"{dumps(line)}\n" for line in lines).encode()
-        with disk.writing(self._part), (self._part / _LINES).open("r+b") as out:
+        with disk_errors(self._part), (self._part / _LINES).open("r+b") as out:
             out.seek(self._size)
             out.write(text)
             out.flush()
@@ -100,12 +99,12 @@ class OutputFile:
 
     def finish(self) -> None:
         """Give the file its name."""
-        with disk.writing(self.path):
+        with disk_errors(self.path):
             (self._part / _LINES).replace(self.path)
         shutil.rmtree(self._part, ignore_errors=True)
 
     def _note(self) -> None:
-        with disk.writing(self._part):
+        with disk_errors(self._part):
             write_json(self._part / _STATE, {"made_of": self._made_of, "records": self.done, "bytes": self._size})
 
 

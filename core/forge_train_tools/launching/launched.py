@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_train.base.disk import DiskError
 from forge_train.base.errors import Failure, ForgeError, kind
+from forge_train.base.files import DiskError
 from forge_train.mesh.world import FORGE_LAUNCHED, World
 
 from ..messages import explain

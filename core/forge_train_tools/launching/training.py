@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_train.base import disk
 from forge_train.base.errors import ConfigError
+from forge_train.base.files import FULL, refused
 from forge_train.contract.events import Finished
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup
@@ -91,8 +91,8 @@ def train_several(
         if ended.code == ConfigError.code and start.new and not is_kept(start.dir):
             shutil.rmtree(start.dir, ignore_errors=True)
     except OSError as error:
-        if error.errno in disk.FULL:
-            raise disk.refused(start.dir, error, "can't write the run folder:") from error
+        if error.errno in FULL:
+            raise refused(start.dir, error, "can't write the run folder:") from error
         raise ConfigError(f"{start.dir}: can't write the run folder: {error.strerror or error}.") from error
     finally:
         unclaim(start, lock)

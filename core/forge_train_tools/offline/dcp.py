@@ -25,16 +25,19 @@ from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.reading import state_problem
 from forge_train.checkpoint.seal import ALONE, weights_digest
-from forge_train.store import digest
 from forge_train.store.manifest import (
     DCP_INDEX,
     EDITABLE,
+    FIRST,
     FORMAT,
     LARGEST,
     MANIFEST,
     NEWER,
     SHARDS,
     STATE,
+    hash_names,
+    hash_of,
+    is_hash,
     other_format,
     way_out,
 )
@@ -201,8 +204,8 @@ def _state_of(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def _hashes(source: Path) -> tuple[dict[str, tuple[int, str]], str, tuple[str, ...]]:
     try:
         table = load_json(source / MANIFEST, most=LARGEST[MANIFEST])
-        if not digest.known(algorithm := table.get("hash", digest.FIRST)):
-            raise ValueError(f"it names the hash {str(algorithm)[:40]!r}; this forge knows {digest.names()}")
+        if not is_hash(algorithm := table.get("hash", FIRST)):
+            raise ValueError(f"it names the hash {str(algorithm)[:40]!r}; this forge knows {hash_names()}")
         files = {name: (one["bytes"], one[algorithm]) for name, one in table["files"].items()}
         editable = table.get("editable", [])
         if any(name != EDITABLE for name in editable):
@@ -232,7 +235,7 @@ def _compare_hashes(source: Path) -> tuple[str, ...]:
             if regular_size(source / name) != size:
                 raise ConfigError(f"{source}: not a whole checkpoint: {name[:100]!r} is not as it was saved.")
             with (source / name).open("rb") as data:
-                found = digest.of_file(data, algorithm)
+                found = hash_of(data, algorithm)
         except OSError as error:
             raise ConfigError(f"{source}: {name} can't be read: {error.strerror or error}.") from error
         if found != expected:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from forge_train.base.errors import ConfigError
 from forge_train.checkpoint import checkpoint, seal
-from forge_train.store import digest
-from forge_train.store.manifest import Sealed, inspect
+from forge_train.store.manifest import Sealed, hash_of, inspect
 from forge_train.store.tensors import check_shards
 
 
@@ -45,5 +44,5 @@ def edited(path: Path) -> Iterator[str]:
     for name, entry in sealed.editable.items():
         if entry:
             with (path / name).open("rb") as file:
-                if digest.of_file(file, sealed.algorithm) != entry.hash:
+                if hash_of(file, sealed.algorithm) != entry.hash:
                     yield name

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.base import disk
 from forge_train.base.errors import ConfigError, ForgeError
-from forge_train.base.files import check_new
+from forge_train.base.files import check_new, refused
 from forge_train.checkpoint.seal import sync
 from forge_train.config.tree import Key
 from forge_train.plugin.job import Job
-from forge_train.store import digest
+from forge_train.store.manifest import hasher
 from forge_train.store.shards import size_of
 from forge_train.store.tensor_files import Place, Shapes, as_bytes, exact_bytes, header, write_at
 from forge_train_kit import hookspecs
@@ -149,7 +148,7 @@ def fill(
     total, begins = sum(place.bytes for place in places.values()), 0
     hashes: dict[str, str] = {}
     for file, head in headers.items():
-        handle, found = os.open(folder / file, os.O_WRONLY), digest.hasher() if hashed and world == 1 else None
+        handle, found = os.open(folder / file, os.O_WRONLY), hasher() if hashed and world == 1 else None
         if found:
             found.update(memoryview(head))
         try:
@@ -210,7 +209,7 @@ def appearing(target: Path) -> Iterator[Path]:
             finally:
                 shutil.rmtree(part, ignore_errors=True)
     except OSError as error:
-        raise disk.refused(target, error, "can't be written:") from error
+        raise refused(target, error, "can't be written:") from error
 
 
 def in_order(plan: Plan, dtype: torch.dtype | None, exact: Iterable[str] = ()) -> Shapes:

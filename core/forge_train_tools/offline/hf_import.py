@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.base import disk
 from forge_train.base.errors import ConfigError
-from forge_train.base.files import check_new, write_json
+from forge_train.base.files import check_new, refused, write_json
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import tied_groups
@@ -256,7 +255,7 @@ def import_share(asked: dict[str, Any], part: str) -> dict[str, Any]:
     try:
         fill_full(Path(part), made.files, made.read, rank=here.rank, world=here.size)
     except OSError as error:
-        raise disk.refused(Path(asked["target"]), error) from error
+        raise refused(Path(asked["target"]), error) from error
     return {"code": 0}
 
 

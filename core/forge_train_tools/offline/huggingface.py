@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.base import disk
 from forge_train.base.errors import ConfigError
-from forge_train.base.files import write_json
+from forge_train.base.files import refused, write_json
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.loop.weights import compare_shapes, places
@@ -145,7 +144,7 @@ def export_share(source: str, part: str, dtype: str, shard_bytes: int, settings:
     try:
         export.files.write(Path(part), export.read, rank=here.rank, world=here.size)
     except OSError as error:
-        raise disk.refused(Path(part), error) from error
+        raise refused(Path(part), error) from error
     return {"code": 0}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_train.base.errors import ForgeError, describe
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.plugin.hookspecs import SPECS
 from forge_train.plugin.plugin import Plugin

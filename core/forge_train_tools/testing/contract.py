@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.names import split
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef, split
 from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.plugin import API, Plugin
 from forge_train.registry.declared import Specs

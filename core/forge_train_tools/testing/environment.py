@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from forge_train.base.names import canonical, snake
-from forge_train.contract.reference import PluginRef
+from forge_train.base.names import PluginRef, canonical, snake
 from forge_train.plugin.plugin import Plugin
 from forge_train.registry import discovery
 from forge_train.registry.discovery import DISTRIBUTION

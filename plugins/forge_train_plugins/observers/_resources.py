@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forge_train import Job, Metric
 from forge_train.contract.protocols import SpanName
-from forge_train.step.meter import memory_gib
+from forge_train.step.aggregate import memory_gib
 
 PARTS = ("data", "forward_backward", "optimizer", "other", "save", "evaluate")
 ON_DEVICE = ("step", "forward_backward", "optimizer")

@@ -14,7 +14,7 @@ from forge_train.base.errors import phase_of
 from forge_train.base.format import format_bytes
 from forge_train.mesh.tensors import held_bytes, state_of
 from forge_train.registry.discovery import discover
-from forge_train.step.meter import memory_gib
+from forge_train.step.aggregate import memory_gib
 from forge_train_kit.facts import SAVES
 from forge_train_kit.source import Source
 
