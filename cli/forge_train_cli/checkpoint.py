@@ -109,8 +109,9 @@ def _rows_there(address: str) -> list[dict[str, Any]]:
 def inspect(path: Path, as_json: bool) -> None:
     """Show what a checkpoint holds: its progress, plugins and tensors. --json includes the configuration."""
     from forge_train.checkpoint import checkpoint as store
+    from forge_train_kit.foreign import resolve
 
-    path = store.resolve(path)
+    path = resolve(path)
     state = store.read_state(path)
     tensors: list[dict[str, Any]] = [
         {
@@ -180,6 +181,7 @@ def verify(path: Path | str, as_json: bool) -> int:
 def _examined_here(path: Path) -> list[tuple[str, Examined]]:
     from forge_train.checkpoint import checkpoint as store
     from forge_train.store.manifest import MANIFEST
+    from forge_train_kit.foreign import resolve
     from forge_train_tools.offline.examine import examine
 
     if is_run(path):
@@ -187,7 +189,7 @@ def _examined_here(path: Path) -> list[tuple[str, Examined]]:
     elif (path / MANIFEST).is_file() or (path / "state.json").is_file():
         paths = [path]
     else:
-        paths = [store.resolve(path)]
+        paths = [resolve(path)]
     return [(str(one), examine(one)) for one in paths]
 
 

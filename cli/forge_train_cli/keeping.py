@@ -99,10 +99,10 @@ def diff(first: Path, second: Path, weights: bool, as_json: bool) -> int:
 
     The exit code is 1 if they differ.
     """
-    from forge_train.checkpoint import checkpoint as store
+    from forge_train_kit.foreign import resolve
     from forge_train_tools.offline.differences import compare
 
-    paths = store.resolve(first), store.resolve(second)
+    paths = resolve(first), resolve(second)
     found = compare(*paths, prefix="model." if weights else "")
     same = not (found.tensors or found.state)
     if as_json:

@@ -84,7 +84,7 @@ def train(
             nonlocal model
             model = composition.model
             composition.allocate(job)
-            load_extra(job, found)
+            load_extra(job, found, setup.locate or checkpoint.resolve)
             if dist.main:
                 _tell_idle(job, composition)
                 if known and fresh:  # not before the new layout has been found to hold it

@@ -69,7 +69,7 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
     if request.model_from:
         return _with_model(request, run_dir, say)
     path = Path(request.config)
-    from forge_train.checkpoint.checkpoint import advice
+    from forge_train_kit.foreign import advice
 
     if not (path.is_dir() or (path.is_file() and advice(path))):
         from .offline.grown import with_tokens

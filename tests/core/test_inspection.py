@@ -183,7 +183,7 @@ def test_a_place_is_that_of_the_function_inside() -> None:
     line = function.__code__.co_firstlineno
     for member in (function, wrapper, staticmethod(function), property(function), functools.partial(function)):
         assert place(member).endswith(f"{HERE}:{line}")
-    assert place(PluginRef("x", "", "", "")).endswith("reference.py:" + place(PluginRef).rpartition(":")[2])
+    assert place(PluginRef("x", "", "", "")).endswith("names.py:" + place(PluginRef).rpartition(":")[2])
     assert place(3) == "builtins.int"
 
 

@@ -109,7 +109,7 @@ class Initial:
 
 
 @during("load")
-def load_initial(model: Model, job: Job, fill: Fill) -> Initial | None:
+def load_initial(model: Model, job: Job, fill: Fill, locate: checkpoint.Locate = checkpoint.resolve) -> Initial | None:
     """Take the weights that `train.init_from` names, if it names any.
 
     A head that gives anything but token logits may be new: a language model's weights then start all but the head.
@@ -118,6 +118,7 @@ def load_initial(model: Model, job: Job, fill: Fill) -> Initial | None:
         model: the model to fill.
         job: its job.
         fill: fills it with weights that are no checkpoint's, or changed.
+        locate: gives the checkpoint that a path means.
 
     Raises:
         ConfigError: if there are no weights there, or those of another model.
@@ -125,7 +126,7 @@ def load_initial(model: Model, job: Job, fill: Fill) -> Initial | None:
     if not job.config.train.init_from:
         return None
     path = Path(job.config.train.init_from)
-    taken = _filled(model, job, path, fill) or _from_checkpoint(model, job, path)
+    taken = _filled(model, job, path, fill) or _from_checkpoint(model, job, locate(path, job.dist))
     for what, names in (("keep their initial values", taken.missing), ("were left out", taken.unexpected)):
         if names and job.dist.main:
             log.info("train.init_from: %d tensors %s: %s", len(names), what, ", ".join(names))
@@ -148,7 +149,6 @@ def _filled(model: Model, job: Job, path: Path, fill: Fill) -> Initial | None:
 
 
 def _from_checkpoint(model: Model, job: Job, path: Path) -> Initial:
-    path = checkpoint.resolve(path, job.dist)
     train = job.config.train
     fit = load_weights(
         model, job, path, missing=train.init_missing, unexpected=train.init_unexpected, free=new_head_patterns(job)

@@ -40,7 +40,7 @@ class Training:
         self.stepper, self.job, self.model = stepper, stepper.job, stepper.model
         self.progress, job = Progress(), stepper.job
         self._base: Base | None = None
-        self._fill = setup.fill
+        self._setup = setup
         self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
         self._around_step = hookspecs.around("step", job)
         self.policy = setup.policy(job)
@@ -62,7 +62,7 @@ class Training:
                     f"{found}: is at step {self.progress.step}, and this run ends at {self.job.steps}; "
                     f"raise {self.job.config.train.length}."
                 )
-        elif taken := load_initial(self.model, self.job, self._fill):
+        elif taken := load_initial(self.model, self.job, self._setup.fill, self._setup.locate or checkpoint.resolve):
             self._base = taken.base
             missing, unexpected = list(taken.missing), list(taken.unexpected)
             self._event("initialised", checkpoint=taken.path, missing=missing, unexpected=unexpected)

@@ -90,12 +90,13 @@ def new_head_patterns(job: Job) -> tuple[str, ...]:
 
 
 @during("load")
-def load_extra(job: Job, found: Path | None = None) -> None:
+def load_extra(job: Job, found: Path | None = None, locate: checkpoint.Locate = checkpoint.resolve) -> None:
     """Give extra models the weights that they name; a trained one only where the run begins.
 
     Args:
         job: whose extra models are composed.
         found: the checkpoint that the run continues from.
+        locate: gives the checkpoint that a path means.
 
     Raises:
         ConfigError: if they are of another model, or are not those that the run began with.
@@ -108,7 +109,7 @@ def load_extra(job: Job, found: Path | None = None) -> None:
             continue
         if extra.spec.weights:
             with told_of(f"The weights of the extra model {name!r}{extra.spec.keys and f' ({extra.spec.keys})'}"):
-                path = checkpoint.resolve(Path(_same(extra.spec.weights, saved["path"])), job.dist)
+                path = locate(Path(_same(extra.spec.weights, saved["path"])), job.dist)
                 load_weights(extra.model, job, path)
             extra.path, extra.digest = str(path.absolute()), weights_digest(path)
         if name in before and extra.digest != saved["digest"]:

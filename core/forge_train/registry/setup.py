@@ -73,6 +73,8 @@ class Setup:
     """Gives the checkpoints that a run has elsewhere."""
     fill: Fill = lambda path, model, job: None
     """Fills a model from `train.init_from` where that is no checkpoint, or `train.init_map` changes its weights."""
+    locate: Callable[[Path, Any], Path] | None = None
+    """Gives the checkpoint that a path means to some processes; by default, of runs and checkpoints alone."""
     formats: Formats = only_shards
     """Says what writes the model's weights as full tensors, where `checkpoint.format` asks for that."""
     listen: Callable[[Control], AbstractContextManager[Any]] = nullcontext

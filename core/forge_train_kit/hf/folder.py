@@ -16,10 +16,10 @@ from forge_train.base.errors import ConfigError, describe
 from forge_train.base.files import load_json, regular_size
 from forge_train.base.format import format_list
 from forge_train.base.strict_json import parse_json
-from forge_train.checkpoint.checkpoint import advice
 from forge_train.store.shards import whole
 from forge_train_kit.model_files import files
 
+from ..foreign import advice
 from ..format import format_lines
 from ..full_tensors import INDEX
 from ..lfs import check_pointer

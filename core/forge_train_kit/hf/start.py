@@ -14,7 +14,7 @@ from forge_train.contract.model import InitialWeights, Model
 from forge_train.loop.weights import Patterns, new_head_patterns, places
 from forge_train.plugin.job import Hooks, Job
 
-from .. import hookspecs
+from .. import foreign, hookspecs
 from ..format import format_lines
 from ..state_map import Step, View
 from ..state_map.views import Stored
@@ -44,7 +44,7 @@ def _from_checkpoint(model: Model, job: Job, path: Path) -> InitialWeights:
             "checkpoint.only needs a checkpoint that holds the other weights as they are, and train.init_map changes "
             "them. Start from a checkpoint that has this model's weights already, or save all weights."
         )
-    path = checkpoint.resolve(path, job.dist)
+    path = foreign.resolve(path, job.dist)
     beside = tuple(f"{name}." for name in checkpoint.read_state(path).get("models", {}))
     weights = Weights({name: at for name, at in places(path, job.dist).items() if not name.startswith(beside)})
     filled = fill_views(model, job, path, weights.views, weights)

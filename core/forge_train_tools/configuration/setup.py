@@ -29,6 +29,7 @@ from .inspection import inspector
 from .request import Request, UnknownPresetError, lay, prefer_epochs
 
 if TYPE_CHECKING:
+    from forge_train.mesh.distributed import DistributedContext
     from forge_train.store.save_plan import MakeFiles
 
     from ..checkpoint_policy import CheckpointPolicy
@@ -83,6 +84,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         setup,
         copies=copies,
         fill=initial_weights,
+        locate=_locate,
         formats=_formats,
         policy=_policy,
         recorder=Recorder,
@@ -92,6 +94,12 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         meet=meet,
         claim=partial(claimed, copies),
     )
+
+
+def _locate(path: Path, dist: DistributedContext) -> Path:
+    from forge_train_kit.foreign import resolve as located  # which imports torch
+
+    return located(path, dist)
 
 
 def _formats(form: str) -> MakeFiles | None:

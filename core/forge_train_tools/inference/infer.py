@@ -24,7 +24,7 @@ from forge_train.loop.weights import load_extra
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
-from forge_train_kit import hookspecs
+from forge_train_kit import foreign, hookspecs
 
 from ..launching.launch import WorkerCommand, launch
 from ..launching.world import here
@@ -164,7 +164,7 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
         }
         count = job.dist.on_main(lambda: records.check(tokenizer))
         with _opened(asked.out, made_of, job, told) as (out, done):
-            load_extra(job)
+            load_extra(job, locate=foreign.resolve)
             source.load(model, job)
             batches = Batches(records, job, tokenizer, asked.batch, done, documents=not _of_tokens(job))
             written = _Written()

@@ -164,7 +164,7 @@ def begin(
                 )
             return Start(path, continues=True)
         if not is_checkpoint(path):
-            from forge_train.checkpoint.checkpoint import advice  # which imports torch
+            from forge_train_kit.foreign import advice  # which imports torch
 
             if not path.exists() and is_run(run := path.parent.parent):
                 raise ConfigError(f"--resume {resume}: there is no such checkpoint; {_kept(run)}.")

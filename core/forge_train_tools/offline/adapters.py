@@ -11,7 +11,7 @@ from forge_train.base.files import write_json
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.loop.weights import Base, base_beneath, base_of, compare_shapes, places
-from forge_train_kit import hookspecs, model_files
+from forge_train_kit import foreign, hookspecs, model_files
 from forge_train_kit.format import format_lines
 from forge_train_kit.hf.ranges import Weights
 from forge_train_kit.hf.start import exported, same_modules
@@ -35,7 +35,7 @@ def export_adapter(source: Path, target: Path, *, settings: tuple[str, ...] = ()
     Raises:
         ConfigError: for a run without an adapter, one that the layout can't express, or a target in use.
     """
-    source = checkpoint.resolve(source)
+    source = foreign.resolve(source)
     saved = checkpoint.read_state(source)
     setup = setup_of(source, saved, wanted=Wanted(set=settings, data=False))
     job = lone_job(setup, source, "cpu")

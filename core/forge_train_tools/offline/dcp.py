@@ -44,6 +44,7 @@ from forge_train.store.manifest import (
 from forge_train.store.shards import whole
 from forge_train.store.tensors import read_range
 from forge_train.store.tree import MODEL, join, naming_problem
+from forge_train_kit import foreign
 from forge_train_kit.model_files import FOLDER
 from forge_train_kit.new_folder import claimed
 
@@ -77,7 +78,7 @@ def export_dcp(path: Path, target: Path) -> Exchanged:
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
     from torch.distributed.checkpoint.metadata import StorageMeta
 
-    path = checkpoint.resolve(path)
+    path = foreign.resolve(path)
     shapes = checkpoint.shapes(path)
 
     class Planner(DefaultSavePlanner):
@@ -253,7 +254,7 @@ def old_digest(source: Path) -> str:
 def _digest_of_base(source: Path, base: Mapping[str, str]) -> str:
     """The hash of the checkpoint beneath a partial one, once it was imported to the place of the old one."""
     try:
-        beneath = checkpoint.resolve(Path(base["path"]))
+        beneath = foreign.resolve(Path(base["path"]))
         now, imported = weights_digest(beneath), checkpoint.read_state(beneath).get("imported", {})
         if base["digest"] in (now, imported.get("digest")):
             return now

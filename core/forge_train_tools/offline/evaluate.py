@@ -12,6 +12,7 @@ from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
 from forge_train.loop.weights import load_extra
 from forge_train.step.forward import Evaluations, Forward
+from forge_train_kit import foreign
 
 from ..launching.launch import WorkerCommand, launch
 from ..launching.world import here
@@ -74,7 +75,7 @@ def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
     path, hooks, own = source.path, source.setup.hooks, (source.saved or {}).get("plugins", {})
     with prepared(source.setup, ReadOnlyRun(run_folder(path))) as job:
         model = compose(job).model
-        load_extra(job)
+        load_extra(job, locate=foreign.resolve)
         source.load(model, job)
         found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(source.step)
         hooks.on_log(found)

@@ -9,6 +9,7 @@ from typing import Any
 from forge_train.checkpoint import checkpoint
 from forge_train.config.validate import plain
 from forge_train.plugin.calls import implemented
+from forge_train_kit import foreign
 from forge_train_kit.facts import ADDS
 
 from ..configuration.request import Request
@@ -30,7 +31,7 @@ def from_run(request: Request) -> Request:
     Raises:
         ConfigError: as in `setup_of`.
     """
-    path = checkpoint.resolve(Path(request.model_from))
+    path = foreign.resolve(Path(request.model_from))
     setup = setup_of(path, checkpoint.read_state(path))
     asked = dataclasses.replace(request, config=request.config or PRESET, model_from="")
     bare = resolve(dataclasses.replace(asked, set=(), environment=""), training=False)

@@ -20,7 +20,7 @@ from forge_train.checkpoint import checkpoint
 from forge_train.loop.weights import compare_shapes, places
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
-from forge_train_kit import hookspecs, model_files
+from forge_train_kit import foreign, hookspecs, model_files
 from forge_train_kit.full_tensors import SHARD_BYTES
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import CONFIG
@@ -65,7 +65,7 @@ def export_checkpoint(
         ConfigError: for a model that the layout can't express, or a target in use.
         ForgeError: if the disk reports an error; with several processes, the message of the one that failed first.
     """
-    source = checkpoint.resolve(source)
+    source = foreign.resolve(source)
     export = _Export.of(source, dtype, shard_bytes, settings)
     with appearing(target) as part:
         write_json(part / CONFIG, export.config)

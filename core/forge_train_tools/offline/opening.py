@@ -27,6 +27,7 @@ from forge_train.registry.declared import installed, spec_modules
 from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup
 from forge_train.run.run import is_run
+from forge_train_kit import foreign
 from forge_train_kit.hf.folder import is_hugging_face
 from forge_train_kit.hookspecs import initial_weights
 
@@ -118,7 +119,7 @@ class Source:
     def load(self, model: Model, job: Job) -> None:
         """Fill a composed model whose memory is allocated."""
         if self.saved is None:
-            load_initial(model, job, initial_weights)
+            load_initial(model, job, initial_weights, foreign.resolve)
         else:
             load_weights(model, job, self.path, base=job.config.train.init_from)
 
@@ -139,7 +140,7 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: t
         opened = wanted is None or not wanted.data
         request = starting_from(Request(model_from=str(path), plugins=(*more.plugins, *plugins), set=more.set))
         return Source(path, resolve(request, world=world, data=not opened, opened=opened, measured=False), None)
-    path = checkpoint.resolve(path)
+    path = foreign.resolve(path)
     if plugins:
         raise ConfigError(f"--plugins: {path} uses the plugins that it was trained with; leave the option out.")
     saved = checkpoint.read_state(path)

@@ -15,6 +15,7 @@ from forge_train.checkpoint import checkpoint, seal
 from forge_train.checkpoint.found import name_latest
 from forge_train.run.run import is_checkpoint, is_run
 from forge_train.store import manifest
+from forge_train_kit import foreign
 from forge_train_kit.lock import Lock, take
 from forge_train_kit.new_folder import claimed
 from forge_train_kit.stores.fetching import locate
@@ -34,7 +35,7 @@ def move(path: Path, new: Path) -> None:
         ForgeError: if the disk reports an error; likewise.
     """
     path = path.resolve()  # not a link to it
-    if checkpoint.resolve(path) != path:
+    if foreign.resolve(path) != path:
         raise ConfigError(f"{path} is a run, and may have several checkpoints; name one of them.")
     if os.path.lexists(new):
         raise ConfigError(f"{new} exists; name a new folder.")
@@ -79,9 +80,7 @@ def copy(path: str, new: str) -> None:
         place.store.fetch(stored, Path(new), replace=False)
         return
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
-        here = (
-            place.store.fetch(stored, Path(folder) / stored.name) if is_remote(path) else checkpoint.resolve(Path(path))
-        )
+        here = place.store.fetch(stored, Path(folder) / stored.name) if is_remote(path) else foreign.resolve(Path(path))
         Store(parent).put(here, name)
 
 

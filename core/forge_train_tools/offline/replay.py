@@ -31,6 +31,7 @@ from forge_train.run import records
 from forge_train.run.run import Run, is_run
 from forge_train.step.forward import close
 from forge_train.step.step import Progress, Stepper
+from forge_train_kit import foreign
 from forge_train_kit.hookspecs import initial_weights
 
 from ..configuration.request import Request, one_process
@@ -125,12 +126,12 @@ def _setup(run: Path, path: Path | None, settings: tuple[str, ...]) -> Setup:
 def _begin(stepper: Stepper, progress: Progress, run: Path, path: Path | None) -> None:
     job, model = stepper.job, stepper.model
     job.hooks.on_start(model, stepper.optimizer)
-    load_extra(job, path)
+    load_extra(job, path, foreign.resolve)
     if path is not None:
         restore(stepper, progress, path)
         progress.left_out = sorted({*progress.left_out, *left_out(run)})
     else:
-        load_initial(model, job, initial_weights)
+        load_initial(model, job, initial_weights, foreign.resolve)
     model.train()
 
 

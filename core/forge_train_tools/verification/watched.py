@@ -28,6 +28,7 @@ from forge_train.step.aggregate import split as values_of
 from forge_train.step.forward import Evaluations
 from forge_train.step.step import Progress, Stepper, Watcher
 from forge_train.store.tree import split
+from forge_train_kit import foreign
 from forge_train_kit.hookspecs import initial_weights
 from forge_train_kit.model.choices import heard_by
 
@@ -61,8 +62,8 @@ class Watched(Watcher):
         self.model, self.optimizer = self.stepper.model, self.stepper.optimizer
         self.held_out_start = self.stepper.held_out.state_dict() if self.stepper.held_out else {}
         _begin(job.hooks, self.stepper)
-        load_extra(job)
-        load_initial(self.model, job, initial_weights)
+        load_extra(job, locate=foreign.resolve)
+        load_initial(self.model, job, initial_weights, foreign.resolve)
         to_peak(self.stepper.schedule, self.optimizer, job.steps)
         ties = (*TIES, *filter(None, (ROUNDS.of(enabled.cls) for enabled in job.hooks.enabled.values())))
         self._counter = Counter(self.model.named_modules(), self.rows, job.config.train.micro_batch, ties)

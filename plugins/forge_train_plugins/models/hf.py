@@ -99,7 +99,7 @@ class HF(Plugin):
         return exported(self._config(job), given, classes, pad)
 
     def _config(self, job: Job) -> PreTrainedConfig:
-        from forge_train.checkpoint.checkpoint import advice
+        from forge_train_kit.foreign import advice
 
         from ._hf.config import HEADS, fits_folder, read
 
