@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_train.base.errors import ConfigError, Failure, ForgeError, describe
+from forge_train.base.errors import ConfigError, ForgeError, describe
 from forge_train.run.run import is_checkpoint
+from forge_train_kit.failures import failure_of
 from forge_train_tools.launching.world import here
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _exports(job: Job) -> bool:
     except ConfigError:  # the plugin says that this model has no such layout
         return False
     except Exception as error:  # the run is done and saved, so a suggestion must not fail it
-        found = Failure.of(error)
+        found = failure_of(error)
         whose = f"Plugin {found.plugin!r}" if found.plugin else "A plugin"
         log.warning("%s failed in export_hf, so its model can't be exported as it is: %s", whose, describe(error))
         return False

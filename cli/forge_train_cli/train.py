@@ -18,6 +18,7 @@ from forge_train.base.strict_json import dumps
 from forge_train.contract.events import Finished
 from forge_train.registry.discovery import plugin_name
 from forge_train.run.run import Run
+from forge_train_kit.failures import failure_of
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.launching.devices import how_many
 from forge_train_tools.launching.ending import told
@@ -208,7 +209,7 @@ def _failed(error: Exception, setup: Setup | None, as_json: bool) -> int:
     if as_json:
         last = run.outcome() if run and there else {}
         outcome = "diverged" if isinstance(error, DivergedError) else "failed"
-        failure = Failure.of(error, int(_rank()))
+        failure = failure_of(error, int(_rank()))
         _print_result(run.dir if run and there else None, last.get("step", 0), last.get("loss"), outcome, failure)
     elif run and there and (isinstance(error, DiskError) or not isinstance(error, ForgeError)):
         _hint(run.dir, code)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from .base.errors import ConfigError, DivergedError, Failure, ForgeError, describe
+from .base.errors import ConfigError, DivergedError, ForgeError, describe
 from .base.files import DiskError, LogFile, disk_errors, plain, remove_remains, write_json
 from .checkpoint import checkpoint
 from .compose.compose import Composition
@@ -101,7 +101,7 @@ def train(
             return training.run()
         except BaseException as error:
             hooks.note_plugin(error)
-            shown = _record_failure(job, training, model, error)
+            shown = _record_failure(job, setup, training, model, error)
             if shown is not error:
                 raise shown from error
             raise
@@ -117,7 +117,9 @@ def _tell_idle(job: Job, composition: Composition) -> None:
                 log.warning("Plugin %r does nothing here: %s is 1; set it, as in -s %s=2.", name, key, key)
 
 
-def _record_failure(job: Job, training: Training | None, model: Model | None, error: BaseException) -> BaseException:
+def _record_failure(
+    job: Job, setup: Setup, training: Training | None, model: Model | None, error: BaseException
+) -> BaseException:
     """Write down how the run failed, and tell the plugins. Returns the error to show: this one, or one that a plugin
     explains it by."""
     step, loss, optimizer = (
@@ -138,7 +140,7 @@ def _record_failure(job: Job, training: Training | None, model: Model | None, er
             told("Nor could it be recorded how the run ended: %s", describe(another))
 
     if job.dist.main and not refused:
-        record(lambda: job.run.fail(Failure.of(error, rank), code, step, loss))
+        record(lambda: job.run.fail(setup.failure(error, rank), code, step, loss))
     for name in job.hooks.implementers("on_end"):  # one that fails keeps no other from closing its files
         if not (training and name in training.told_of_end):
             record(partial(job.hooks.on_end, finished, only=name))
@@ -146,7 +148,7 @@ def _record_failure(job: Job, training: Training | None, model: Model | None, er
     if finished.explained:
         log.error("The run failed.", exc_info=error, extra={"screen": False})
         if job.dist.main and not refused:
-            record(lambda: job.run.fail_again(Failure.of(shown, rank), finished.code, step, since=began))
+            record(lambda: job.run.fail_again(setup.failure(shown, rank), finished.code, step, since=began))
     return shown
 
 

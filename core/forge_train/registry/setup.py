@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import ConfigError, ForgeError, Problem, describe, during, locate, nearest
+from ..base.errors import ConfigError, Failure, ForgeError, Problem, describe, during, locate, nearest
 from ..base.names import import_module
 from ..config import Config, rules
 from ..config.sections import CORE_SECTIONS
@@ -89,6 +89,8 @@ class Setup:
     """Empties the folder of a run that has no checkpoint."""
     meet: Callable[[World, Any, timedelta], None] | None = None
     """Makes the process group of a process on its device; by default, as torch does."""
+    failure: Callable[[BaseException, int], Failure] = Failure.of
+    """Describes the failure of a rank, for outcome.json."""
     claim: Claim = claim
     """Chooses the folder of a run, and keeps it for one job."""
 

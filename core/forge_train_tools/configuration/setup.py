@@ -16,6 +16,7 @@ from forge_train.plugin.job import Hooks, Job
 from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
 from forge_train.registry.setup import Setup, make_setup
 from forge_train_kit.artifacts import Recorder
+from forge_train_kit.failures import failure_of
 from forge_train_kit.fingerprint import fingerprint
 from forge_train_kit.hookspecs import initial_weights
 
@@ -92,6 +93,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         listen=signals,
         start_over=_start_over,
         meet=meet,
+        failure=failure_of,
         claim=partial(claimed, copies),
     )
 

@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_train.base.errors import Failure, ForgeError, kind
+from forge_train.base.errors import Failure, ForgeError
 from forge_train.base.files import DiskError
 from forge_train.mesh.world import FORGE_LAUNCHED, World
+from forge_train_kit.failures import failure_of, kind
 
 from ..messages import explain
 from .ending import told
@@ -49,7 +50,7 @@ def main() -> None:
         outcome = WorkerResult(world.rank, result.get("code", 0), result=result)
     except Exception as error:
         code = error.code if isinstance(error, ForgeError) else 1
-        failure, full = Failure.of(error, world.rank).as_json(), isinstance(error, DiskError) and error.full
+        failure, full = failure_of(error, world.rank).as_json(), isinstance(error, DiskError) and error.full
         outcome = WorkerResult(world.rank, code, kind(error), explain(error, log), failure=failure, disk_full=full)
         if not isinstance(error, ForgeError):
             with suppress(OSError):  # a full disk: the outcome is what counts

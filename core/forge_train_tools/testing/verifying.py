@@ -67,8 +67,8 @@ class Verifier:
 
 def take(**arguments: Any) -> dict[str, Any]:
     """Run one rank's work, and return how it ended."""
-    from forge_train.base.errors import kind
     from forge_train.mesh.world import World
+    from forge_train_kit.failures import kind
 
     from ..messages import explain
     from ..verification.record import worker
