@@ -69,6 +69,7 @@ def train(
         found = _found(job, start, setup.copies)
         if found is not None:  # before anything is written: a refused run stays as it is
             compare(job, found)
+            setup.tell_changes(job, found)
         else:
             check_allowed(job, {})
         if finished := dist.on_main(lambda: _finished_before(job, setup, start)):

@@ -17,13 +17,13 @@ import pytest
 from crossed import crossed
 from forge_command import Forge
 from forge_train.mesh.layout import Layout
-from forge_train.run.start import changed_layout
 from forge_train_cli.curves import Curve, drawing
 from forge_train_cli.screen import WIDEST
 from forge_train_kit.data.prepare.progress import Report
 from forge_train_kit.data.prepare.tasks import Preparation
 from forge_train_kit.data.stages import passes
 from forge_train_kit.format import format_number, format_phase
+from forge_train_tools.launching.changes import changed_layout
 
 pytestmark = pytest.mark.unit
 

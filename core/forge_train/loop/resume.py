@@ -29,11 +29,10 @@ from ..checkpoint.state import (
 from ..config import MAY_DIFFER, differences
 from ..plugin.job import Job
 from ..registry.discovery import discover
-from ..run.start import changed_layout
 from ..step.step import Progress, Stepper
 from ..store.placement import check_alike, describe_odd
 from ..store.tree import split
-from .run import plugin_list, saved_plugins
+from .run import plugin_list
 from .weights import Base, base_beneath, compare_shapes, kept, places, read
 
 log = logging.getLogger("forge_train")
@@ -107,7 +106,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> tuple[list[str]
         ConfigError: if the checkpoint is of another model, other plugins or another configuration.
     """
     job = stepper.job
-    changes = compare(job, path, silent=True)  # what there is to say was said before the run folder was touched
+    changes = compare(job, path)
     weights = stepper.model.state_dict()
     base = base_beneath(path, job.dist, job.config.train.init_from)
     fit = compare_shapes(path, weights, job.dist, places(path, job.dist, base))
@@ -172,13 +171,12 @@ def _stateful(job: Job) -> Iterable[tuple[str, Stateful]]:
 
 
 @during("load")
-def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
+def compare(job: Job, path: Path) -> list[str]:
     """Return the differences between a checkpoint and this run, if all are allowed.
 
     Args:
         job: this run.
         path: the checkpoint.
-        silent: whether to suppress warnings.
 
     Raises:
         ConfigError: if a difference is not allowed, or no run can resume from the checkpoint.
@@ -201,8 +199,6 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
     new = {entry["name"]: entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral}
     for name in sorted(old.keys() ^ new.keys()):
         note(name, f"{name}: plugin {'no longer enabled' if name in old else 'not enabled then'}")
-    if not silent:
-        _warn_of_changed_code(job, path)
     for slot, keeper in job.hooks.keepers.items():
         if saved.get(slot) != keeper.digest(job):
             note(slot, f"{slot}: another one, or its files have changed")
@@ -218,20 +214,6 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
             f"{path}: this run differs from the one that saved the checkpoint:\n  "
             + "\n  ".join(refused)
             + f"\nIf that is meant: checkpoint.allow_changes = [{keys}]; else use --resume never."
-        )
-    if not silent and (moved := changed_layout(path, saved["config"], job.dist.layout)):
-        log.warning("The layout changed: %s. The run continues within rounding of the one before.", moved)
-    then = saved["config"].get("train.steps")
-    if then and then != job.config.train.steps and not silent:
-        length, now = job.config.train.length, job.steps
-        what = "train.steps" if length == "train.steps" else f"The number of steps ({length})"
-        log.warning("%s was %s and is %s: the learning-rate schedule is laid over the new length.", what, then, now)
-    base, other = saved["config"].get("train.init_from"), job.config.train.init_from
-    if base and other and Path(base) != Path(other) and not job.config.checkpoint.only and not silent:
-        log.warning(
-            "train.init_from was %s and is %s: the run continues from its checkpoint, and takes no weights from there.",
-            base,
-            other,
         )
     unused = [name for name in allowed if not any(t.startswith((f"{name}:", f"{name}.")) for t in changes)]
     if unused:
@@ -254,29 +236,4 @@ def check_allowed(job: Job, saved: Mapping[str, Any]) -> None:
             what = "key" if dot else "section or plugin"
             raise ConfigError(
                 f"checkpoint.allow_changes: there is no {what} {name!r}.{nearest(canonical(name), known)}"
-            )
-
-
-def _warn_of_changed_code(job: Job, path: Path) -> None:
-    """Name every plugin that is not the one which the checkpoint was saved with."""
-    saved = {entry["name"]: entry for entry in saved_plugins(path)}
-    for now in plugin_list(job.hooks):
-        name = now["name"]
-        if name not in saved or job.hooks.enabled[name].observer:
-            continue
-        then = saved[name]
-        if then["version"] != now["version"]:
-            log.warning(
-                "Plugin %r is %s now; the checkpoint was saved with %s.",
-                name,
-                now["version"] or "without a version",
-                then["version"] or "one without a version",
-            )
-        elif now["hash"] and then["hash"] != now["hash"]:
-            log.warning(
-                "Plugin %r: code changed, same version (%s): its files are %.8s now, and were %.8s in the checkpoint.",
-                name,
-                now["version"] or "none",
-                now["hash"],
-                then["hash"],
             )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.files import write_json, write_whole
 from ..base.names import canonical
 from ..config.tree import CONDITIONAL, Key
 from ..config.validate import plain
-from ..run.run import Run, load, writing
+from ..run.run import Run, writing
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -56,12 +55,6 @@ def plugin_list(hooks: Hooks) -> list[dict[str, str]]:
         }
         for enabled in hooks.enabled.values()
     ]
-
-
-def saved_plugins(checkpoint: Path) -> list[dict[str, str]]:
-    """The plugins of a checkpoint's run; empty where they were not kept."""
-    found: list[dict[str, str]] | None = load(checkpoint / "plugins.json", links=False)
-    return found or []
 
 
 def to_toml(config: Config, hooks: Hooks) -> str:

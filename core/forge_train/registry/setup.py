@@ -89,6 +89,8 @@ class Setup:
     """Empties the folder of a run that has no checkpoint."""
     meet: Callable[[World, Any, timedelta], None] | None = None
     """Makes the process group of a process on its device; by default, as torch does."""
+    tell_changes: Callable[[Job, Path], None] = lambda job, path: None
+    """Tells what has changed since a checkpoint that a run may resume from."""
     failure: Callable[[BaseException, int], Failure] = Failure.of
     """Describes the failure of a rank, for outcome.json."""
     claim: Claim = claim

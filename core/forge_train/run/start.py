@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..base.errors import ConfigError
-from ..config import Config, differences
-from ..mesh.axes import CONFIGURED, Axis
-from ..mesh.layout import Layout
-from . import records
+from ..config import Config
 from .run import is_run, unlocked
 
 if TYPE_CHECKING:
@@ -67,20 +63,3 @@ def claim(
     if not new and not (continues and resume != "never"):
         raise ConfigError(f"{path}: exists; choose another run.name or folder.")
     yield Start(path, continues=continues, new=new)
-
-
-def changed_layout(checkpoint: Path, saved: Mapping[str, Any], now: Layout) -> str:
-    """`dp_shard 2 then, 1 now` for every axis whose size differs from that of the run's last attempt; empty if none
-    does, or if the folder does not say it."""
-    events = checkpoint.parent.parent / "events.jsonl"
-    begun = [one for one in records.read(events, strict=False) if one.get("event") == "run_started"]
-    axes = {key.removeprefix("parallel."): size for key, size in saved.items() if key.startswith("parallel.")}
-    try:
-        others = tuple(Axis(name) for name in axes if name not in CONFIGURED)
-        then = Layout.of(SimpleNamespace(**axes, __axes__=others), begun[-1]["world"])
-    except (ConfigError, AttributeError, IndexError, KeyError, TypeError):
-        return ""
-    sizes = (then.axes(), now.axes())
-    names = {axis: 1 for layout in sizes for axis in layout}
-    changed = differences(*({**names, **layout} for layout in sizes))
-    return ", ".join(f"{axis} {before} then, {after} now" for axis, before, after in changed)

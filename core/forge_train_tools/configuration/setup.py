@@ -21,6 +21,7 @@ from forge_train_kit.fingerprint import fingerprint
 from forge_train_kit.hookspecs import initial_weights
 
 from ..hookspecs import checkpoint_copies
+from ..launching.changes import tell_changes
 from ..launching.claim import claimed
 from ..launching.environment import environment
 from ..launching.meeting import meet
@@ -93,6 +94,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         listen=signals,
         start_over=_start_over,
         meet=meet,
+        tell_changes=tell_changes,
         failure=failure_of,
         claim=partial(claimed, copies),
     )
