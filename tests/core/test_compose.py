@@ -21,6 +21,7 @@ from forge_train.compose.coverage import check_added, needed
 from forge_train.mesh.axes import CONFIGURED
 from forge_train.mesh.layout import Layout
 from forge_train.registry.discovery import discover
+from forge_train_kit.covering import covers
 from forge_train_kit.specialisation import Specialisation
 from forge_train_tools.testing.environment import installed
 
@@ -387,7 +388,7 @@ def test_the_plugins_that_would_cover_it_are_named(tmp_path: Path) -> None:
 
 
 def test_what_a_plugin_covers_is_read_from_its_text() -> None:
-    found = {found.name: found.covers for found in discover()}
+    found = {found.name: covers(found) for found in discover()}
     assert found["tp"] == {"tp"}
     assert found["zero1"] == {"dp_replicate", "dp_shard", "precision"}
     assert not found["adamw"]

@@ -162,17 +162,6 @@ class PluginRef:
         """The module's source file, found without importing anything of it."""
         return Path(split(self.object)[0]) if is_file(self.object) else locate(self.module)
 
-    @property
-    def covers(self) -> frozenset[str]:
-        """Return what the class's transforms cover, read from literals such as `covers=("tp",)` in its source text."""
-        name, text = split(self.object)[1], self._text
-        own = text.partition(f"\nclass {name}(")[2].partition("\nclass ")[0] if name else text
-        return frozenset(re.findall(r"\w+", " ".join(re.findall(r"\bcovers ?= ?\(([^)]*)\)", own))))
-
-    @property
-    def _text(self) -> str:
-        return self.file.read_text(encoding="utf-8", errors="replace") if self.file and self.file.is_file() else ""
-
 
 class HookOrigin(str):
     """A plugin, its hook and the place of its implementation in words; it also knows the names of both."""

@@ -14,7 +14,6 @@ from ..contract.transform import Transform
 from ..mesh.axes import EXPERT
 from ..mesh.layout import Layout
 from ..plugin.job import Job
-from ..registry.discovery import discover
 
 
 def needed(transforms: Sequence[tuple[str, Transform]]) -> list[tuple[str, Transform]]:
@@ -63,7 +62,7 @@ def check_added(who: str, layout: Layout, parts: Iterable[nn.Module], added: Col
 
 def _covering(job: Job, axis: str) -> str:
     """The installed plugins that would cover it."""
-    names = sorted(found.name for found in discover() if axis in found.covers and found.name not in job.hooks.enabled)
+    names = [name for name in job.hooks.covering(axis) if name not in job.hooks.enabled]
     return f" Installed plugins that do: {', '.join(names)}; enable one with --plugins." if names else ""
 
 

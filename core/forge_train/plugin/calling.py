@@ -35,6 +35,7 @@ class Caller:
         self.defaults = dict(defaults)
         self.opened = False  # whether the model is only opened, as to generate text: nothing reads rows of the data
         self.fingerprint: Callable[[PluginRef], str] = lambda ref: ""  # of a plugin's code, as plugins.json has it
+        self.covering: Callable[[str], list[str]] = lambda axis: []  # installed plugins that would cover an axis
         self.unused: set[str] = set()  # plugins that turned out to have nothing to do; see `registry.unused`
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
         self.called: set[str] = set()

@@ -16,6 +16,7 @@ from forge_train.plugin.job import Hooks, Job
 from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
 from forge_train.registry.setup import Setup, make_setup
 from forge_train_kit.artifacts import Recorder
+from forge_train_kit.covering import covering
 from forge_train_kit.failures import failure_of
 from forge_train_kit.fingerprint import fingerprint
 from forge_train_kit.hookspecs import initial_weights
@@ -80,7 +81,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
     except ConfigError as error:
         error.args = (named(str(error)),)
         raise
-    setup.hooks.fingerprint = fingerprint
+    setup.hooks.fingerprint, setup.hooks.covering = fingerprint, covering
     copies = partial(_copies, setup.hooks)
     return replace(
         setup,
