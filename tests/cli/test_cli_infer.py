@@ -192,6 +192,9 @@ def test_a_plugin_names_further_outputs(tmp_path: Path) -> None:
         shares = model.logits([*begin, *model.tokenizer.encode(record["text"])])[-1].softmax(-1)
         assert one["sure"] == pytest.approx(float(shares.max()), rel=1e-5)
         assert one["next"] == int(shares.argmax())
+    (tmp_path / "short.py").write_text(SURE.replace("shares.amax(-1)", "shares.amax(-1)[1:]"), encoding="utf-8")
+    said = refusal(tmp_path / "x", "-p", tmp_path / "short.py", "--outputs", "sure", code=1)
+    assert "The output 'sure' gives 7 values of 'sure' for 8 rows; it must give one for each" in said
     (tmp_path / "again.py").write_text(SURE.replace("class Sure", "class Again"), encoding="utf-8")
     said = refusal(tmp_path / "x", "-p", f"{tmp_path / 'sure.py'},{tmp_path / 'again.py'}")
     assert "there is another output 'sure'" in said

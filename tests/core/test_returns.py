@@ -144,6 +144,10 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     ],
     "example_batch": [(torch.zeros(1), "found a Tensor of shape [1]"), (Batch(1, 2), "whose `inputs` is not a torch")],  # type: ignore[arg-type]
     "data_stages": [("source", "expected a list of tuple or None, found 'source'"), ([3], "and in it 3")],
+    "record_outputs": [
+        ([torch.tanh], "expected a dictionary of function or None, found a list"),
+        ({"sure": 3}, "found a dict, and in it 3"),
+    ],
     "tokenizer": [(Encodes(), "which lacks encode"), (Encodes, "the class Encodes itself")],
     "classes": [
         (["ham", "spam"], "expected a Classes, found a list"),
@@ -257,6 +261,7 @@ NOT_ASKED = {
     "classes",
     "example_batch",
     "data_stages",
+    "record_outputs",
     "import_hf",
     "export_hf",
     "merge_weights",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Batch, Job
-from forge_train.base.errors import ConfigError, nearest
+from forge_train.base.errors import ConfigError, PluginError, nearest
 from forge_train.contract.protocols import Task
 from forge_train_kit.model import full_tensor, row_log_probabilities, sum_of_slices
 
@@ -64,8 +64,13 @@ class Collector:
     def measure(self, part: nn.Module, hidden: Tensor, batch: Batch) -> None:
         """Take the outputs of a micro-batch."""
         numbers = batch.targets[RECORD].tolist()
-        for compute in self.outputs.values():
+        for output, compute in self.outputs.items():
             for name, values in compute(part, hidden, batch).items():
+                if len(values) != len(numbers):
+                    raise PluginError(
+                        f"The output {output!r} gives {len(values)} values of {name!r} for {len(numbers)} rows; it "
+                        "must give one for each (record_outputs)."
+                    )
                 for number, value in zip(numbers, plain(values), strict=True):
                     if number >= 0:
                         self.found.setdefault(number, {})[name] = value
