@@ -467,6 +467,15 @@ def test_a_reference_of_another_vocabulary_is_refused(run_forge: RunForge, tmp_p
         trained(run_forge, tmp_path, steps=1, dpo__weights=other, dpo__reference={"decoder": {"vocabulary": 300}})
 
 
+def test_a_plan_reads_no_stored_reference(tmp_path: Path) -> None:
+    (tmp_path / "reference.json").write_text("{}", encoding="utf-8")
+    for task, data in (("dpo", "text_pairs"), ("kto", "text_feedback")):
+        settings = ("-s", f"{task}.stored={tmp_path / 'reference.json'}", "-s", "train.sequence=32")
+        done = forge_cli.forge("plan", "-p", f"{task},{data}", "--without", "text", *settings, "--json")
+        assert done.code == 0, done.err
+        assert done.json["memory"]["activations"]
+
+
 def test_a_plan_needs_neither_pairs_nor_weights() -> None:
     memory = []
     for loss in ("simpo", "sigmoid"):

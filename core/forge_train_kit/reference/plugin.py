@@ -142,6 +142,13 @@ class ReferencePlugin(Plugin):
         self._stored = self._stored or StoredReference(job, self)
         return [PrepareBatch(BatchPhase.MASK, self._stored)]
 
+    def look_at(self, model: Model) -> None:
+        """Look whether the model is a plan's, for which nothing is read: for `metrics`."""
+        from forge_train_kit.model import is_imagined
+
+        if self._stored is not None:
+            self._stored.imagined = any(map(is_imagined, model.parameters()))
+
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
         """Compare the vocabularies; of a model that is its own reference, see that only its updates are trained.

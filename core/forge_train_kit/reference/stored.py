@@ -42,6 +42,8 @@ class StoredReference:
 
     job: Job
     plugin: ReferencePlugin
+    imagined: bool = False
+    """True in a plan, whose model and data are not there."""
     _known: dict[str, float] = field(default_factory=dict)
     _keys: list[str] | None = None
     """Of the batch that the reference is about to see, while the file is computed."""
@@ -49,8 +51,8 @@ class StoredReference:
     def __call__(self, batch: Batch) -> Batch:
         answers = answers_of(batch)
         shape = batch.inputs.shape[:1] if answers is None else (len(batch.inputs), answers[1])
-        if batch.inputs.is_meta:  # a plan
-            return batch.with_targets({TARGET: torch.zeros(shape, device="meta")})
+        if self.imagined:
+            return batch.with_targets({TARGET: batch.inputs.new_zeros(shape, dtype=torch.float64)})
         keys = [*_keys(batch, answers)]
         if self._keys is not None:
             self._keys = keys

@@ -98,5 +98,6 @@ class DPO(ReferencePlugin):
 
         from ._dpo import METRICS
 
+        self.look_at(model)
         self._observed = {name: Mean() for name in (*METRICS, *(["kl"] if self.compares else []))}
         return self._observed

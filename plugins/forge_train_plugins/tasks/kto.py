@@ -97,6 +97,7 @@ class KTO(ReferencePlugin):
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
         from ._kto import make_metrics
 
+        self.look_at(model)
         if self._point is not None:
             self._point.bind(model, self._task)
         self._observed = make_metrics()
