@@ -1,7 +1,7 @@
-"""What `dpo` costs beside `sft` on the same tokens: with a stored reference, and with the model's own as its reference.
+"""What `dpo` and `distill` cost beside `sft` on the same tokens: with a second model, stored, or the model's own.
 
-    python benchmarks/preferences.py                             # writes benchmarks/results/preferences.md
-    python benchmarks/preferences.py sft|stored|sft_lora|dpo_lora   # one of them; prints CPU seconds and bytes
+    python benchmarks/preferences.py           # writes benchmarks/results/preferences.md
+    python benchmarks/preferences.py stored    # one of `LOOPS`; prints CPU seconds and bytes
 
 33 M parameters of Llama's shape, 2 pairs of answers a step, or the same four answers alone.
 """
@@ -21,6 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import torch
+from safetensors.torch import load_file
 
 from forge_train import Job, Model, Plugin, StepResult, hookimpl
 from forge_train.mesh.tensors import held_bytes
@@ -30,6 +31,8 @@ RESULTS = Path(__file__).parent / "results" / "preferences.md"
 SEQUENCE, ROWS, PAIRS = 256, 4, 40
 STEPS, WARM_UP, TURNS = 8, 2, 3
 LORA = {"lora.rank": 16, "train.init_missing": ["*lora_*"]}
+LOOPS = ("sft", "stored", "sft_lora", "dpo_lora", "distill", "distill_stored")
+TOP_K = 64
 NOTE = "33 M parameters of Llama's shape in fp32, 4 answers of about 250 tokens a step, by turns."
 
 
@@ -94,18 +97,26 @@ def run(which: str) -> None:
         plugins, values = ["preferences:Measured"], config() | {"train.init_from": str(base)}
         if which.endswith("lora"):
             plugins, values = ["lora", *plugins], values | LORA
-        if which.startswith("sft"):
+        if which.startswith(("sft", "distill")):
             plugins = ["sft", *plugins]
             values |= {"sft.path": str(folder / "alone.jsonl"), "sft.template": "plain", "sft.packing": "pad"}
         else:
             plugins = ["dpo", "text_pairs", *plugins]
             values |= {"text_pairs.path": str(folder / "pairs.jsonl"), "text_pairs.template": "plain"}
+        if which.startswith("distill"):
+            plugins, values = ["distill", *plugins], values | {"distill.weights": str(base)}
+        if which == "distill_stored":
+            values |= {"distill.stored": str(folder / "logits"), "distill.top_k": TOP_K}
         if which == "stored":
             values |= {"dpo.stored": str(folder / "reference.json")}
+        if which.endswith("stored"):
             run_forge(plugins, values, without=["text"], steps=3, folder=folder / "first")
         done = run_forge(plugins, values, without=["text"], steps=STEPS, folder=folder / "run")
         seen = done.plugin("measured")
-        print(json.dumps({"seconds": seen.seconds, "held": seen.held}))
+        parts = [load_file(one) for one in folder.glob("logits/*.safetensors")]
+        stored = sum(one.nbytes for part in parts for one in part.values())
+        learned = sum(len(part["tokens"]) for part in parts)
+        print(json.dumps({"seconds": seen.seconds, "held": seen.held, "stored": stored / (learned or 1)}))
 
 
 def measured(which: str) -> dict[str, float]:
@@ -118,17 +129,24 @@ def measured(which: str) -> dict[str, float]:
 def main() -> None:
     from run import Row, table
 
-    found: dict[str, list[dict[str, float]]] = {"sft": [], "stored": [], "sft_lora": [], "dpo_lora": []}
+    found: dict[str, list[dict[str, float]]] = {which: [] for which in LOOPS}
     for _ in range(TURNS):
         for which, runs in found.items():
             runs.append(measured(which))
     seconds = {which: min(one["seconds"] for one in runs) for which, runs in found.items()}
     stored, own = seconds["stored"] / seconds["sft"], seconds["dpo_lora"] / seconds["sft_lora"]
+    live, logits = seconds["distill"] / seconds["sft"], seconds["distill_stored"] / seconds["sft"]
+    bytes_each = found["distill_stored"][-1]["stored"]
     held = found["dpo_lora"][-1]["held"] / found["sft_lora"][-1]["held"]
     rows = [
         Row("CPU time of a step, `dpo` with a stored reference / `sft`", f"{stored:.3f}", "≤ 1.05", stored <= 1.05),
         Row("weights and optimizer state, `dpo,lora` / `sft,lora`", f"{held:.3f}", "≤ 1.0", held <= 1.0),
         Row("CPU time of a step, `dpo,lora` / `sft,lora`: one more forward pass", f"{own:.3f}", "—", True),
+        Row(
+            f"CPU time of a step, `distill` with {TOP_K} stored tokens / `sft`", f"{logits:.3f}", "≤ 1.1", logits <= 1.1
+        ),
+        Row("CPU time of a step, `distill` with a teacher as large as the student / `sft`", f"{live:.3f}", "—", True),
+        Row(f"bytes of a learned token, {TOP_K} stored in fp16", f"{bytes_each:.1f}", "≤ 400", bytes_each <= 400),
     ]
     for row in rows:
         print(f"{'ok  ' if row.ok else 'MISS'} {row.what}: {row.measured} (bar {row.bar})", flush=True)

@@ -21,11 +21,13 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_a_desk(tmp_path, monkeypatch)
     (tmp_path / "student.toml").write_text(blocks(PAGE, "toml")[0], encoding="utf-8")
     commands = typed(PAGE)
-    assert [words[0] for words in commands] == ["checkpoint", "train", "generate"]
+    assert [words[0] for words in commands] == ["checkpoint", "train", "generate", "train"]
     shown = forge("config", "show", "student.toml")
     assert shown.code == 0, shown.err
     for words in commands:
         ended = forge(*words, environment={"FORGE_SET": SMALL} if words[0] == "train" else {})
         assert ended.code == 0, ended.err
-    lines = [json.loads(line) for line in (tmp_path / "runs" / "student" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["distill.divergence"] < lines[0]["distill.divergence"]
+    for name in ("student", "from-a-folder"):
+        lines = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        assert lines[-1]["distill.divergence"] < lines[0]["distill.divergence"]
+    assert json.loads((tmp_path / "logits" / "logits.json").read_text())["covers"]["train"]["whole"]

@@ -15,7 +15,7 @@ import forge_cli
 from forge_train import MASKED, Batch, ConfigError
 from forge_train_kit.model import Linear
 from forge_train_plugins.tasks._cross_entropy import ChunkedCrossEntropy
-from forge_train_plugins.tasks._distill import Distillation
+from forge_train_plugins.tasks._distill.task import Distillation
 from forge_train_tools.testing import RunForge
 
 pytestmark = [pytest.mark.unit]

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import ExtraModel, Ge, Gt, Le, Plugin, Problem, Task, hookimpl, section
+from forge_train import (
+    BatchPhase,
+    ConfigError,
+    ExtraModel,
+    Ge,
+    Gt,
+    Le,
+    Plugin,
+    Preparation,
+    PrepareBatch,
+    Problem,
+    Task,
+    Volatile,
+    hookimpl,
+    section,
+)
 from forge_train.config.schema import FilePath
 from forge_train_kit.hookspecs import loss
 
 if TYPE_CHECKING:
-    from forge_train import Job, Metric, Model
+    from forge_train import Job, Metric, Model, Span, SpanName
+    from forge_train.config import Config as RunConfig
+
+    from ._distill.stored import StoredLogits
 
 
 class Distill(Plugin):
@@ -19,8 +39,9 @@ class Distill(Plugin):
 
     The teacher is frozen. It is built by the run's plugins, with the sections that differ from the student's, and
     sharded like the student. `distill.divergence` in the metrics is the mean divergence per token. Evaluation uses the
-    loss on labels alone. If the teacher has moved, resume the run with its new path in `distill.weights` and
-    `checkpoint.allow_changes = ["distill.weights"]`; its weights must be identical.
+    loss on labels alone. It also gives the divergence on held-out data, and `distill.agreement`: the share of their
+    tokens at which both models find the same one likeliest. If the teacher has moved, resume the run with its new path
+    in `distill.weights` and `checkpoint.allow_changes = ["distill.weights"]`; its weights must be identical.
     """
 
     api = (1, 0)
@@ -42,21 +63,79 @@ class Distill(Plugin):
         """Divides both models' logits in the divergence, which is multiplied by its square."""
         chunk: Annotated[int, Ge(0)] = 0
         """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
+        stored: Annotated[str, FilePath(), Volatile()] = ""
+        """Folder of the log-probabilities of the teacher's likeliest tokens. What it lacks is computed before the first
+        step; a run that finds it complete loads no teacher, so it needs neither its memory nor its time, and may be a
+        pipeline."""
+        top_k: Annotated[int, Ge(0)] = 0
+        """Tokens of each position in `stored`. The divergence is that over these and all others together, which is
+        exact for as many as the vocabulary has; without the others, the student would be biased towards the likeliest
+        (arXiv:2503.16870)."""
+        stored_dtype: Literal["fp16", "fp32"] = "fp16"
+        """Of log-probabilities in `stored`: `top_k` × (4 + 2) + 2 bytes each token, or `top_k` × (4 + 4) + 4."""
+        stored_sequences: Annotated[int, Ge(0), Volatile()] = 0
+        """Sequences in `stored`, from the beginning of the run's data on; 0 for an epoch."""
 
     config: Config
-    _observed: Any = None
+    _observed: Mapping[str, Metric] | None = None
+    _stored: StoredLogits | None = None
 
     @hookimpl
-    def check_config(self) -> Iterator[Problem]:
-        if not self.config.weights:
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        mine = self.config
+        if not mine.weights:
             yield Problem("distill.weights", "is required: the teacher's run or its checkpoint.")
+        if mine.stored and not mine.top_k:
+            yield Problem(
+                "distill.top_k", "is required with distill.stored: how many tokens of each position to store."
+            )
+        if mine.stored:
+            yield from self._check_folder(Path(mine.stored), config)
+            return
+        for name, plain in (("top_k", 0), ("stored_dtype", "fp16"), ("stored_sequences", 0)):
+            if getattr(mine, name) != plain:
+                yield Problem(f"distill.{name}", "has no effect without distill.stored.")
+
+    def _check_folder(self, stored: Path, config: RunConfig) -> Iterator[Problem]:
+        if stored.is_file():
+            yield Problem("distill.stored", f"{stored} is a file; name a folder.")
+        elif not stored.parent.is_dir():
+            yield Problem("distill.stored", f"there is no folder {stored.parent}; make it first.", data=True)
+        elif config.parallel.pp > 1:
+            try:
+                complete = self._is_complete(config)
+            except ConfigError:  # told when the folder is read
+                return
+            if not complete:
+                yield Problem(
+                    "distill.stored",
+                    f"{stored} is not complete, and a pipeline can't run the teacher beside the model; let a run with "
+                    "parallel.pp = 1 and train.steps = 1 compute it first.",
+                )
 
     @hookimpl
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
         from forge_train_kit.facts import tuners
 
         mine, keys = self.config, "distill.weights, distill.teacher"
-        yield ExtraModel("teacher", mine.teacher, mine.weights, without=tuners(job), keys=keys)
+        if not (mine.stored and job.dist.on_main(lambda: self._is_complete(job.config))):
+            yield ExtraModel("teacher", mine.teacher, mine.weights, without=tuners(job), keys=keys)
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> list[Preparation]:
+        stored = self._logits(job)
+        return [PrepareBatch(BatchPhase.MASK, stored)] if stored else []
+
+    @hookimpl
+    def around(self, span: SpanName) -> Span | None:
+        return self._with_rows if span == "step" and self.config.stored else None
+
+    @contextmanager
+    def _with_rows(self) -> Iterator[None]:
+        """Have the teacher fill the folder before the first step, and before what watches the time of steps begins."""
+        if self._stored is not None and not self._stored.imagined:
+            self._stored.obtain()
+        yield
 
     @hookimpl
     def on_start(self, job: Job) -> None:
@@ -71,16 +150,47 @@ class Distill(Plugin):
 
     @hookimpl
     def task(self, job: Job) -> Task:
-        from ._distill import Distillation
+        from ._distill.task import Distillation
 
         mine = self.config
         return Distillation(
-            loss(job), job.models, mine.share, mine.temperature, mine.chunk, mine.divergence, lambda: self._observed
+            loss(job),
+            job.models,
+            mine.share,
+            mine.temperature,
+            mine.chunk,
+            mine.divergence,
+            lambda: self._observed,
+            self._logits(job),
         )
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
         from forge_train_kit.metrics import Ratio
+        from forge_train_kit.model import is_imagined
 
-        self._observed = Ratio()
-        return {"divergence": self._observed}
+        if self._stored is not None:
+            self._stored.imagined = any(map(is_imagined, model.parameters()))
+        self._observed = {"divergence": Ratio(), "agreement": Ratio()}
+        return self._observed
+
+    def wanted(self, config: RunConfig) -> dict[Literal["train", "validation"], int]:
+        """Return how many sequences of each split the run needs; 0 for an epoch."""
+        train = config.train
+        wanted: dict[Literal["train", "validation"], int] = {"train": self.config.stored_sequences}
+        if train.evaluate_every:
+            wanted["validation"] = train.evaluate_batches * train.global_batch
+        return wanted
+
+    def _logits(self, job: Job) -> StoredLogits | None:
+        if self.config.stored and self._stored is None:
+            from ._distill.stored import StoredLogits
+
+            self._stored = StoredLogits(job, self)
+        return self._stored
+
+    def _is_complete(self, config: RunConfig) -> bool:
+        from ._distill.manifest import lacks, read_manifest
+
+        content = read_manifest(Path(self.config.stored))
+        return not any(lacks(content, split, count, config.run.seed) for split, count in self.wanted(config).items())
