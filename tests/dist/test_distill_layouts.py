@@ -13,7 +13,7 @@ from torch import Tensor
 
 import forge_cli
 from compositions import Composition
-from crossed import marked
+from crossed import crossed, marked
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -105,6 +105,35 @@ def test_stored_logits_agree_with_one_process(
         for key, (tokens, values) in alone.items():
             assert (tokens == ranks[key][0]).double().mean() > 0.99  # ties
             torch.testing.assert_close(values, ranks[key][1], rtol=0, atol=0.02)
+
+
+HIDDEN: Mapping[str, tuple[Composition, Mapping[str, Any]]] = {
+    "fsdp2, 2×2, ac": (Composition("hsdp2×2", *UNTIED), {}),
+    "tp2, uneven pieces": (Composition("tp2", *TIED), {"train.sequence": 15}),
+    "tp2, whole sequences": (Composition("tp2", *UNTIED), {"tp.sequence_parallel": False}),
+    "cp2": (Composition("dp2", *UNTIED), {"parallel.cp": 2, "train.micro_batch": 12}),
+    "ddp2, compiled": (Composition("ddp2", *TIED), {"compile.backend": "aot_eager"}),
+}
+
+
+@pytest.mark.parametrize(("case", "kind"), crossed(HIDDEN, ["mse", "cosine"]))
+def test_hidden_states_agree_with_one_process(
+    verify: Verifier, composition_file: Path, teacher: Path, case: str, kind: str
+) -> None:
+    composition, layout = HIDDEN[case]
+    settings = {
+        "distill.weights": str(teacher),
+        "distill.teacher": "{ decoder = { layers = 3, tied = false } }",
+        "distill.hidden": [["layers.*", "layers.*"], ["embedding", "embedding"]],
+        "distill.hidden_loss": kind,
+        "distill.hidden_weight": 5.0,
+        **{key: value for key, value in layout.items() if key == "train.sequence"},
+    }
+    plugins = {"cp2": ("cp",), "ddp2, compiled": ("compile",)}.get(case, ())
+    reference = composition.reference(composition_file, ("distill",), **settings)
+    request = composition.request(composition_file, ("distill", *plugins), **{**settings, **layout})
+    verdict = verify(request, composition.world, steps=2, reference=reference)
+    assert verdict.agree, verdict
 
 
 def rows(file: Path) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:

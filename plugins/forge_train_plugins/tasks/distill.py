@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from forge_train import Job, Metric, Model, Span, SpanName
     from forge_train.config import Config as RunConfig
 
+    from ._distill.hidden import HiddenStates
     from ._distill.stored import StoredLogits
+
+TEACHER = "teacher"
 
 
 class Distill(Plugin):
@@ -63,6 +66,14 @@ class Distill(Plugin):
         """Divides both models' logits in the divergence, which is multiplied by its square."""
         chunk: Annotated[int, Ge(0)] = 0
         """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
+        hidden: tuple[tuple[str, str], ...] = ()
+        """Blocks of the student whose outputs are to be those of the teacher's, in pairs: `[["layers.*", "layers.*"]]`.
+        Of n blocks that a pattern names, the i-th learns from the ⌈i · m / n⌉-th of the teacher's m."""
+        hidden_loss: Literal["mse", "cosine"] = "mse"
+        """mse is the mean over features of the squared difference (TinyBERT, arXiv:1909.10351, eq. 9), cosine is one
+        less the cosine of both vectors (DistilBERT, arXiv:1910.01108)."""
+        hidden_weight: Annotated[float, Gt(0)] = 1.0
+        """Weight of the mean of `hidden_loss` over the pairs, which is added to the loss."""
         stored: Annotated[str, FilePath(), Volatile()] = ""
         """Folder of the log-probabilities of the teacher's likeliest tokens. What it lacks is computed before the first
         step; a run that finds it complete loads no teacher, so it needs neither its memory nor its time, and may be a
@@ -79,6 +90,7 @@ class Distill(Plugin):
     config: Config
     _observed: Mapping[str, Metric] | None = None
     _stored: StoredLogits | None = None
+    _hidden: HiddenStates | None = None
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -89,6 +101,11 @@ class Distill(Plugin):
             yield Problem(
                 "distill.top_k", "is required with distill.stored: how many tokens of each position to store."
             )
+        for name, plain in (("hidden_loss", "mse"), ("hidden_weight", 1.0)):
+            if not mine.hidden and getattr(mine, name) != plain:
+                yield Problem(f"distill.{name}", "has no effect without distill.hidden.")
+        if mine.stored and mine.hidden:
+            yield Problem("distill.hidden", "needs the teacher beside the student; leave distill.stored out.")
         if mine.stored:
             yield from self._check_folder(Path(mine.stored), config)
             return
@@ -119,7 +136,7 @@ class Distill(Plugin):
 
         mine, keys = self.config, "distill.weights, distill.teacher"
         if not (mine.stored and job.dist.on_main(lambda: self._is_complete(job.config))):
-            yield ExtraModel("teacher", mine.teacher, mine.weights, without=tuners(job), keys=keys)
+            yield ExtraModel(TEACHER, mine.teacher, mine.weights, without=tuners(job), keys=keys)
 
     @hookimpl
     def prepare_batch(self, job: Job) -> list[Preparation]:
@@ -162,6 +179,8 @@ class Distill(Plugin):
             mine.divergence,
             lambda: self._observed,
             self._logits(job),
+            mine.hidden_weight,
+            lambda: self._hidden,
         )
 
     @hookimpl
@@ -169,9 +188,15 @@ class Distill(Plugin):
         from forge_train_kit.metrics import Ratio
         from forge_train_kit.model import is_imagined
 
+        mine = self.config
         if self._stored is not None:
             self._stored.imagined = any(map(is_imagined, model.parameters()))
         self._observed = {"divergence": Ratio(), "agreement": Ratio()}
+        if mine.hidden and TEACHER in job.models:
+            from ._distill.hidden import HiddenStates
+
+            self._hidden = HiddenStates(mine.hidden, mine.hidden_loss, model, job.models[TEACHER], job)
+            self._observed = {**self._observed, "hidden": Ratio()}
         return self._observed
 
     def wanted(self, config: RunConfig) -> dict[Literal["train", "validation"], int]:

@@ -24,6 +24,7 @@ from forge_train_kit import hookspecs
 from forge_train_kit.data.stages import sequences
 from forge_train_kit.facts import tuners
 
+from ..distill import TEACHER
 from .divergence import top_of
 from .folder import Rows, Writer, hashes, number_of, parts, row_keys
 from .manifest import lacks, read_manifest, write_manifest
@@ -39,7 +40,6 @@ together, `[batch, sequence, k + 1]`."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 TELL_AFTER = 30.0
 """Seconds."""
-TEACHER = "teacher"
 Split = Literal["train", "validation"]
 
 

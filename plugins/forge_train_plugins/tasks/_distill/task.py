@@ -14,13 +14,16 @@ from forge_train import MASKED, Batch, ConfigError, Model
 from forge_train_kit.losses import LossFunction
 from forge_train_kit.model import full_tensor, sum_in_chunks
 
+from ..distill import TEACHER
 from .divergence import Kind, divergence, likeliest, log_probabilities, top_log_probabilities
-from .stored import TEACHER, TOKENS_OF, VALUES_OF, StoredLogits
+from .hidden import HiddenStates
+from .stored import TOKENS_OF, VALUES_OF, StoredLogits
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """`(1 − share) · loss + share · T² · Σ divergence` over unmasked labels, both models at temperature T.
+    """`(1 − share) · loss + share · T² · Σ divergence` over unmasked labels, both models at temperature T; and
+    `hidden_weight` times how far some hidden states are from the teacher's.
 
     An evaluation gives the loss of the labels alone, and tells the metrics how far the student is from its teacher.
     """
@@ -35,6 +38,8 @@ class Distillation:
     observed: Callable[[], Mapping[str, Any] | None] = lambda: None
     """The metrics; None in a job without."""
     stored: StoredLogits | None = None
+    hidden_weight: float = 0.0
+    hidden_states: Callable[[], HiddenStates | None] = lambda: None
 
     def weight(self, batch: Batch) -> int:
         return int((batch.labels != MASKED).sum())
@@ -44,12 +49,15 @@ class Distillation:
         if not part.training and (metrics is None or not (self.stored or TEACHER in self.models)):
             return self.loss_function(hidden, head, batch.labels)
         found, (soft, agreeing) = self._compared(head, hidden, batch)
+        apart = states.loss(batch.labels) if (states := self.hidden_states()) is not None else None
         if metrics is not None:
             kept = (batch.labels != MASKED).sum()
             metrics["divergence"].update(soft, kept)
             if not part.training:
                 metrics["agreement"].update(agreeing, kept)
-        return found
+            if apart is not None:
+                metrics["hidden"].update(apart.detach(), kept)
+        return found if apart is None or not part.training else found + self.hidden_weight * apart
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         logits: Tensor = part.get_submodule("head")(hidden)
