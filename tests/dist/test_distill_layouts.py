@@ -114,16 +114,19 @@ HIDDEN: Mapping[str, tuple[Composition, Mapping[str, Any]]] = {
     "cp2": (Composition("dp2", *UNTIED), {"parallel.cp": 2, "train.micro_batch": 12}),
     "ddp2, compiled": (Composition("ddp2", *TIED), {"compile.backend": "aot_eager"}),
 }
+PROJECTED = {"distill.hidden_width": 32, "decoder.dim": 16, "decoder.hidden": 24}
+"""A student half as wide as its teacher."""
 
 
-@pytest.mark.parametrize(("case", "kind"), crossed(HIDDEN, ["mse", "cosine"]))
+@pytest.mark.parametrize(("case", "kind", "student"), crossed(HIDDEN, ["mse", "cosine"], [PROJECTED, {}]))
 def test_hidden_states_agree_with_one_process(
-    verify: Verifier, composition_file: Path, teacher: Path, case: str, kind: str
+    verify: Verifier, composition_file: Path, teacher: Path, case: str, kind: str, student: Mapping[str, Any]
 ) -> None:
     composition, layout = HIDDEN[case]
     settings = {
+        **student,
         "distill.weights": str(teacher),
-        "distill.teacher": "{ decoder = { layers = 3, tied = false } }",
+        "distill.teacher": "{ decoder = { layers = 3, tied = false, dim = 32, hidden = 48 } }",
         "distill.hidden": [["layers.*", "layers.*"], ["embedding", "embedding"]],
         "distill.hidden_loss": kind,
         "distill.hidden_weight": 5.0,

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import forge_cli
 from forge_train import MASKED, ConfigError, Model
-from forge_train_plugins.tasks._distill.hidden import HiddenStates
+from forge_train_kit.model import Linear
+from forge_train_plugins.tasks._distill.hidden import HiddenStates, add_projection
 from forge_train_tools.testing import RunForge, TinyRun, run_forge
 
 pytestmark = [pytest.mark.unit]
@@ -28,6 +31,9 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(dim, dim), nn.Tanh()) for _ in range(blocks))
         self.units = [f"layers.{at}" for at in range(blocks)]
         self.roles = {"embedding.weight": "embedding"}
+
+    def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]:
+        return batch, sequence, self.embedding.embedding_dim
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         found = [self.embedding(ids)]
@@ -53,7 +59,7 @@ def test_loss_and_gradients_are_those_of_the_definition(kind: str) -> None:
     mine = student(ids)
     with torch.no_grad():
         theirs = teacher(ids)
-    loss = found.loss(labels)
+    loss = found.loss(student, labels)
     gradients = torch.autograd.grad(loss, list(student.parameters()))
     mine = student.double()(ids)
     total = torch.zeros((), dtype=torch.float64)
@@ -146,6 +152,7 @@ def test_recomputed_layers_learn_the_same_and_a_run_repeats(run_forge: RunForge,
     ("more", "message"),
     [
         ({"distill__hidden_loss": "cosine"}, r"distill\.hidden_loss: has no effect without distill\.hidden\."),
+        ({"distill__hidden_width": 64}, r"distill\.hidden_width: has no effect without distill\.hidden\."),
         ({"distill__hidden_weight": 2.0}, r"distill\.hidden_weight: has no effect without distill\.hidden\."),
         (
             {"distill__hidden": LAYERS, "distill__stored": "logits", "distill__top_k": 3},
@@ -157,7 +164,7 @@ def test_recomputed_layers_learn_the_same_and_a_run_repeats(run_forge: RunForge,
         ),
         (
             {"distill__hidden": LAYERS, "decoder__dim": 16},
-            r"distill\.hidden: 'layers\.0' of the student gives 16 features, and 'layers\.1' of the teacher 32; they",
+            r"distill\.hidden: 'layers\.0' of the student gives 16 features, and 'layers\.1' of the teacher 32; set d",
         ),
     ],
 )
@@ -167,3 +174,67 @@ def test_mistakes_are_told(
     layers: dict[str, Any] = {"distill__teacher": {"decoder": {"layers": 4, "dim": 32}}}
     with pytest.raises(ConfigError, match=message):
         trained(run_forge, teacher, tmp_path, **layers, **more)
+
+
+def test_a_narrower_student_learns_a_projection_that_its_export_leaves_out(
+    run_forge: RunForge, teacher: str, tmp_path: Path
+) -> None:
+    """It has one for all pairs, and a run repeats with it."""
+    narrow: dict[str, Any] = {
+        "distill__teacher": {"decoder": {"layers": 4, "dim": 32, "hidden": 48}},
+        "decoder__dim": 16,
+    }
+    narrow |= {"distill__hidden": LAYERS, "distill__hidden_width": 32, "checkpoint__every": 4}
+    run = trained(run_forge, teacher, tmp_path / "a", **narrow)
+    projection = run.model.parts[0].get_parameter("hidden_projection.weight")
+    assert projection.shape == (32, 16)
+    assert id(projection) in {id(one) for group in run.optimizer.param_groups for one in group["params"]}
+    assert not [name for name, _ in run.job.models["teacher"].named_parameters() if "projection" in name]
+    trained(run_forge, teacher, tmp_path / "b", **narrow, name="r", stop_at=4)
+    resumed = trained(run_forge, teacher, tmp_path / "b", **narrow, name="r")
+    for mine, other in zip(resumed.model.parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert forge_cli.forge("generate", run.run, "--prompt", "a", "--tokens", 3).code == 0
+    assert forge_cli.forge("eval", run.run).code == 0
+    ended = forge_cli.forge("checkpoint", "export", run.run, tmp_path / "hf")
+    assert ended.code == 0, ended.err
+    names = {name for file in (tmp_path / "hf").glob("*.safetensors") for name in load_file(file)}
+    assert names
+    assert not [name for name in names if "projection" in name]
+    start = run_forge([], {"decoder.dim": 16}, steps=1, folder=tmp_path / "start").run
+    missing: dict[str, Any] = {"train__init_from": str(start), "train__init_missing": ["hidden_projection.*"]}
+    assert trained(run_forge, teacher, tmp_path / "c", **narrow, **missing).losses
+
+
+def test_a_projection_is_trained_beside_an_adapter(run_forge: RunForge, teacher: str, tmp_path: Path) -> None:
+    narrow: dict[str, Any] = {
+        "distill__teacher": {"decoder": {"layers": 4, "dim": 32, "hidden": 48}},
+        "decoder__dim": 16,
+    }
+    narrow |= {"distill__hidden": LAYERS, "distill__hidden_width": 32}
+    narrow["train__init_from"] = str(run_forge([], {"decoder.dim": 16}, steps=1, folder=tmp_path / "start").run)
+    narrow |= {"train__init_missing": ["*lora_*", "hidden_projection.*"]}
+    narrow |= {"lora__rank": 4, "checkpoint__only": ["*lora_*", "hidden_projection.*"]}
+    run = trained(run_forge, teacher, tmp_path / "a", ("lora",), **narrow)
+    names = {name for name, one in run.model.named_parameters() if one.requires_grad}
+    assert "hidden_projection.weight" in names
+    assert all("lora_" in name or "projection" in name for name in names)
+
+
+def test_a_projection_has_the_gradient_of_the_definition() -> None:
+    student, teacher = Stack(2, 4), Stack(2)
+    add_projection(student, 8)
+    student.hidden_projection = Linear(4, 8)
+    nn.init.normal_(student.hidden_projection.weight)
+    found = HiddenStates([("layers.*", "layers.*")], "mse", Model([student]), Model([teacher]), JOB)
+    ids = torch.arange(20).view(2, 10) % 11
+    student(ids)
+    with torch.no_grad():
+        theirs = teacher(ids)
+    gradients = torch.autograd.grad(found.loss(student, ids), list(student.parameters()))
+    mine, project = student.double()(ids), student.hidden_projection
+    sums = [F.mse_loss(project(mine[at]), theirs[at].double(), reduction="sum") / 8 for at in (1, 2)]
+    total = torch.stack(sums).mean()
+    wanted = torch.autograd.grad(total, list(student.parameters()))
+    for one, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-5)

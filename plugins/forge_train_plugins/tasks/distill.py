@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,11 +16,13 @@ from forge_train import (
     Ge,
     Gt,
     Le,
+    Phase,
     Plugin,
     Preparation,
     PrepareBatch,
     Problem,
     Task,
+    Transform,
     Volatile,
     hookimpl,
     section,
@@ -30,11 +33,12 @@ from forge_train_kit.hookspecs import loss
 if TYPE_CHECKING:
     from forge_train import Job, Metric, Model, Span, SpanName
     from forge_train.config import Config as RunConfig
+    from forge_train_kit.state_map import StateMap
 
     from ._distill.hidden import HiddenStates
     from ._distill.stored import StoredLogits
 
-TEACHER = "teacher"
+TEACHER, PROJECTION = "teacher", "hidden_projection"
 
 
 class Distill(Plugin):
@@ -74,6 +78,10 @@ class Distill(Plugin):
         less the cosine of both vectors (DistilBERT, arXiv:1910.01108)."""
         hidden_weight: Annotated[float, Gt(0)] = 1.0
         """Weight of the mean of `hidden_loss` over the pairs, which is added to the loss."""
+        hidden_width: Annotated[int, Ge(0)] = 0
+        """Width of the teacher's vectors, if a linear projection of the student's is to be learned and compared with
+        them (TinyBERT's W_h), one for all pairs. Checkpoints hold it, and exports leave it out. With `train.init_from`,
+        set `train.init_missing = ["hidden_projection.*"]`."""
         stored: Annotated[str, FilePath(), Volatile()] = ""
         """Folder of the log-probabilities of the teacher's likeliest tokens. What it lacks is computed before the first
         step; a run that finds it complete loads no teacher, so it needs neither its memory nor its time, and may be a
@@ -101,7 +109,7 @@ class Distill(Plugin):
             yield Problem(
                 "distill.top_k", "is required with distill.stored: how many tokens of each position to store."
             )
-        for name, plain in (("hidden_loss", "mse"), ("hidden_weight", 1.0)):
+        for name, plain in (("hidden_loss", "mse"), ("hidden_weight", 1.0), ("hidden_width", 0)):
             if not mine.hidden and getattr(mine, name) != plain:
                 yield Problem(f"distill.{name}", "has no effect without distill.hidden.")
         if mine.stored and mine.hidden:
@@ -131,12 +139,28 @@ class Distill(Plugin):
                 )
 
     @hookimpl
+    def parallelize(self, job: Job) -> Transform | None:
+        if not self.config.hidden_width:
+            return None
+        from ._distill.hidden import add_projection
+
+        apply = partial(add_projection, width=self.config.hidden_width)
+        return Transform(Phase.ADAPT, PROJECTION, apply, after=("freeze", "lora", "new_rows"))
+
+    @hookimpl
+    def merge_weights(self, job: Job) -> StateMap | None:
+        from forge_train_kit.state_map import Drop
+
+        return Drop((f"{PROJECTION}.weight",)) if self.config.hidden_width else None
+
+    @hookimpl
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
         from forge_train_kit.facts import tuners
 
         mine, keys = self.config, "distill.weights, distill.teacher"
+        own = [name for name, plugin in job.hooks.plugins.items() if plugin is self]  # a teacher has no projection
         if not (mine.stored and job.dist.on_main(lambda: self._is_complete(job.config))):
-            yield ExtraModel(TEACHER, mine.teacher, mine.weights, without=tuners(job), keys=keys)
+            yield ExtraModel(TEACHER, mine.teacher, mine.weights, without=(*tuners(job), *own), keys=keys)
 
     @hookimpl
     def prepare_batch(self, job: Job) -> list[Preparation]:

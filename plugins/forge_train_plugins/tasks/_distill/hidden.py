@@ -12,8 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import MASKED, ConfigError, Job, Model
+from forge_train import MASKED, Applied, ConfigError, Job, Model
 from forge_train.base.format import format_list
+from forge_train_kit.model import Linear
+
+from ..distill import PROJECTION
 
 Kind = Literal["mse", "cosine"]
 
@@ -49,7 +52,7 @@ class HiddenStates:
         """Release what was remembered."""
         self._seen.clear()
 
-    def loss(self, labels: Tensor) -> Tensor:
+    def loss(self, part: nn.Module, labels: Tensor) -> Tensor:
         """The sum over unmasked labels of the mean over the pairs, 0-dim fp32; then forgets.
 
         Tensor parallelism may give each rank a piece of every sequence. The sum is that of all pieces on every rank,
@@ -58,16 +61,18 @@ class HiddenStates:
         Raises:
             ConfigError: if student and teacher have vectors of different widths.
         """
-        sums = [self._compared(one, other, labels) for one, other in self.pairs]
+        projection = getattr(part, PROJECTION, None)
+        sums = [self._compared(one, other, projection, labels) for one, other in self.pairs]
         self.forget()
         return torch.stack(sums).mean()
 
-    def _compared(self, one: str, other: str, labels: Tensor) -> Tensor:
-        mine, theirs = self._seen[f"student {one}"].float(), self._seen[f"teacher {other}"].float()
+    def _compared(self, one: str, other: str, projection: nn.Module | None, labels: Tensor) -> Tensor:
+        mine, theirs = self._seen[f"student {one}"], self._seen[f"teacher {other}"].float()
+        mine = (mine if projection is None else projection(mine)).float()
         if mine.shape[-1] != theirs.shape[-1]:
             raise ConfigError(
                 f"distill.hidden: {one!r} of the student gives {mine.shape[-1]:,} features, and {other!r} of the "
-                f"teacher {theirs.shape[-1]:,}; they must be equally many."
+                f"teacher {theirs.shape[-1]:,}; set distill.hidden_width = {theirs.shape[-1]} for a projection."
             )
         if self.kind == "mse":
             each = (mine - theirs).square().mean(-1)
@@ -85,6 +90,20 @@ class HiddenStates:
 
     def _remember(self, key: str, module: nn.Module, given: Sequence[Any], found: Any) -> None:
         self._seen[key] = found[0] if isinstance(found, tuple) else found
+
+
+def add_projection(part: nn.Module, width: int) -> Applied:
+    """Add the projection of a student's vectors to others of that width, without a bias.
+
+    Raises:
+        ConfigError: if the model does not say how wide its vectors are.
+    """
+    shape = getattr(part, "hidden_shape", None)
+    if shape is None:
+        raise ConfigError("distill.hidden_width: this model does not declare hidden_shape, which gives its own width.")
+    with torch.device("meta"):
+        part.add_module(PROJECTION, Linear(shape(1, 1)[-1], width))
+    return Applied(part, (PROJECTION,), f"to {width} features", added=(f"{PROJECTION}.weight",))
 
 
 def _blocks(model: Model) -> dict[str, nn.Module]:

@@ -49,7 +49,7 @@ class Distillation:
         if not part.training and (metrics is None or not (self.stored or TEACHER in self.models)):
             return self.loss_function(hidden, head, batch.labels)
         found, (soft, agreeing) = self._compared(head, hidden, batch)
-        apart = states.loss(batch.labels) if (states := self.hidden_states()) is not None else None
+        apart = states.loss(part, batch.labels) if (states := self.hidden_states()) is not None else None
         if metrics is not None:
             kept = (batch.labels != MASKED).sum()
             metrics["divergence"].update(soft, kept)
