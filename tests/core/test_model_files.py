@@ -245,7 +245,8 @@ def test_one_place_says_which_tokenizer(model: Path, tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match=r"mine\.toml:4: tokenizer\.path: no file '.*/sub/gone'"):
         path("[text]\ntokenizer = 'gone'")
     with pytest.raises(
-        ConfigError, match=r"text\.tokenizer=here: section \[tokenizer\] belongs to a default that step"
+        ConfigError,
+        match=r"text\.tokenizer=here: section \[tokenizer\] has no effect, because 'reversed' takes the place of 'tokenizer'",
     ):
         path("", "text.tokenizer=here", plugins=("test_model_files:Reversed",))
 
