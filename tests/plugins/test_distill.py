@@ -154,8 +154,10 @@ def test_a_student_writes_and_is_evaluated_and_its_teacher_may_move(tmp_path: Pa
     student = tmp_path / "student"
     assert forge_cli.forge("generate", student, "--prompt", "a", "--tokens", 3).code == 0
     assert forge_cli.forge("eval", student, "-s", "train.evaluate_batches=1").code == 0
-    narrow = (*options, *taught, "-s", "decoder.dim=64")
-    message = forge_cli.one_message(forge_cli.forge("train", config, *into, "--name", "wide", *narrow), 2)
+    wide = (*options, *taught, "-s", "decoder.dim=64")
+    assert forge_cli.forge("train", config, *into, "--name", "wide", *wide).code == 0, "the teacher keeps its own width"
+    other = (*wide, "-s", "distill.teacher.decoder.dim=64")
+    message = forge_cli.one_message(forge_cli.forge("train", config, *into, "--name", "other", *other), 2)
     assert message.startswith("The weights of the extra model 'teacher' (distill.weights, distill.teacher): ")
     assert "holds another model" in message
     (tmp_path / "teacher").rename(tmp_path / "moved")

@@ -299,6 +299,26 @@ def test_held_out_margins_grow_and_the_model_stays_near_its_reference(
     assert 1 < estimates[1] < estimates[0] / 4 < 100
 
 
+def test_a_reference_keeps_the_values_that_it_was_saved_with(
+    run_forge: RunForge, base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as the base of rotary positions, which changes no shape."""
+    own = {"train.sequence": 48, "decoder.vocabulary": 320, "decoder.rope.theta": 50.0, "decoder.hidden": 96}
+    other = str(run_forge([], own, steps=2, folder=tmp_path / "other").run)
+    found = trained(run_forge, tmp_path, steps=1, train__init_from=base, dpo__weights=other)
+    assert "keeps its own decoder.hidden, decoder.rope" in caplog.text
+    given = {"decoder": {"rope": {"theta": 50.0}, "hidden": 96}}
+    same = trained(
+        run_forge, tmp_path, name="s", steps=1, train__init_from=base, dpo__weights=other, dpo__reference=given
+    )
+    assert found.losses == same.losses
+    given = {"decoder": {"rope": {"theta": 10000.0}}}
+    unlike = trained(
+        run_forge, tmp_path, name="u", steps=1, train__init_from=base, dpo__weights=other, dpo__reference=given
+    )
+    assert unlike.losses != found.losses, "a value that is given counts more"
+
+
 def test_the_reference_has_no_adapter_of_the_model(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     """The run's own model without its updates, or, if its weights are named, a second one: to the bit the same."""
     more = {"adamw__lr": 1e-2, "train__init_from": base, "dpo__beta": 0.5}

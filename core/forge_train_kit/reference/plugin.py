@@ -44,7 +44,8 @@ class ReferenceSection:
     weights: Annotated[str, FilePath()] = ""
     """The reference: a run, or a checkpoint; empty for `train.init_from`."""
     reference: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Sections of the reference that differ from the model's, by name: `reference.decoder.dim = 64`."""
+    """Values of the reference, by section: `reference.decoder.rope.theta = 1e6`. Those that are not given are the ones
+    that were saved with its weights."""
     without: tuple[str, ...] = ()
     """Plugins that take no part in the reference. Those that tune a model, as an adapter does, never do."""
     stored: Annotated[str, FilePath(), Volatile()] = ""
@@ -127,11 +128,13 @@ class ReferencePlugin(Plugin):
     @hookimpl
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
         from forge_train_kit.facts import tuners
+        from forge_train_kit.own_sections import own_sections
 
         if self.compares and not self.is_own_reference(job) and not job.dist.on_main(self._is_stored):
-            mine = self.config
+            mine, weights = self.config, self._weights(job.config)
             without, keys = (*mine.without, *tuners(job)), f"{self.key}.weights, {self.key}.reference"
-            yield ExtraModel(REFERENCE, mine.reference, self._weights(job.config), without=without, keys=keys)
+            sections = own_sections(job, weights, mine.reference)
+            yield ExtraModel(REFERENCE, sections, weights, without=without, keys=keys)
 
     @hookimpl
     def prepare_batch(self, job: Job) -> list[Preparation]:

@@ -44,7 +44,7 @@ TEACHER, PROJECTION = "teacher", "hidden_projection"
 class Distill(Plugin):
     """Next-token prediction from a teacher's soft targets and the labels (Hinton et al. 2015, arXiv:1503.02531).
 
-    The teacher is frozen. It is built by the run's plugins, with the sections that differ from the student's, and
+    The teacher is frozen. It is built by the run's plugins, with the values that were saved with its weights, and
     sharded like the student. `distill.divergence` in the metrics is the mean divergence per token. Evaluation uses the
     loss on labels alone. It also gives the divergence on held-out data, and `distill.agreement`: the share of their
     tokens at which both models find the same one likeliest. If the teacher has moved, resume the run with its new path
@@ -59,7 +59,8 @@ class Distill(Plugin):
         weights: Annotated[str, FilePath()] = ""
         """The teacher: a run, or a checkpoint."""
         teacher: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-        """Sections of the teacher that differ from the student's, as in `[distill.teacher.decoder]`."""
+        """Values of the teacher, by section, as in `[distill.teacher.decoder]`. Those that are not given are the ones
+        that were saved with its weights."""
         share: Annotated[float, Gt(0), Le(1)] = 0.5
         """Weight of the divergence from the teacher in the loss; the rest is the loss on labels."""
         divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
@@ -156,11 +157,13 @@ class Distill(Plugin):
     @hookimpl
     def extra_models(self, job: Job) -> Iterable[ExtraModel]:
         from forge_train_kit.facts import tuners
+        from forge_train_kit.own_sections import own_sections
 
         mine, keys = self.config, "distill.weights, distill.teacher"
         own = [name for name, plugin in job.hooks.plugins.items() if plugin is self]  # a teacher has no projection
         if not (mine.stored and job.dist.on_main(lambda: self._is_complete(job.config))):
-            yield ExtraModel(TEACHER, mine.teacher, mine.weights, without=(*tuners(job), *own), keys=keys)
+            sections = own_sections(job, mine.weights, mine.teacher)
+            yield ExtraModel(TEACHER, sections, mine.weights, without=(*tuners(job), *own), keys=keys)
 
     @hookimpl
     def prepare_batch(self, job: Job) -> list[Preparation]:

@@ -1,0 +1,66 @@
+"""The values with which another model was made, where they are not the run's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_train import ConfigError
+from forge_train.base.format import format_list
+from forge_train.config import differences
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+log = logging.getLogger("forge_train")
+
+OF_MODEL = ("build_model", "attention", "feed_forward", "head", "tail")
+"""Slots whose plugins decide what a model computes from its weights."""
+
+
+def own_sections(job: Job, weights: str, given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The sections of an extra model: those that were saved with its weights, and over them those that are given.
+
+    Many values change what a model computes and no shape, such as the base of rotary positions, so weights alone do not
+    tell that one is missing.
+
+    Args:
+        job: the run.
+        weights: a run or a checkpoint; where there is none, which loading it tells, nothing was saved.
+        given: values by plugin, which count more.
+    """
+    saved = job.dist.on_main(lambda: _saved(weights))
+    known = {name for slot in OF_MODEL if (name := job.hooks.provider(slot))}
+    own: dict[str, dict[str, Any]] = {}
+    for key, then, now in differences(saved, job.config.values(volatile=False)):
+        plugin, _, name = key.partition(".")
+        if plugin in known and then is not None and now is not None:
+            own.setdefault(plugin, {})[name] = then
+    if own and job.dist.main:
+        keys = [f"{plugin}.{name}" for plugin, values in own.items() for name in values]
+        log.info("The model of %s keeps its own %s.", weights, format_list(keys, 4))
+    return {name: _over(own.get(name, {}), given.get(name, {})) for name in own.keys() | given.keys()}
+
+
+def _saved(weights: str) -> dict[str, Any]:
+    """The configuration in a checkpoint."""
+    from forge_train.checkpoint import checkpoint  # which imports torch
+
+    if not weights:
+        return {}
+    try:
+        found: dict[str, Any] = checkpoint.read_state(checkpoint.resolve(Path(weights))).get("config") or {}
+    except ConfigError:
+        return {}
+    return found
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        before = merged.get(name)
+        both = isinstance(value, Mapping) and isinstance(before, Mapping)
+        merged[name] = _over(before, value) if both else value
+    return merged
