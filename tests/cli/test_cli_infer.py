@@ -55,16 +55,16 @@ def refusal(out: Path, *more: object, data: object = "texts.jsonl", code: int = 
     return one_message(forge("infer", "runs/first", "--data", data, "--out", out, *more), code)
 
 
-def expected(texts: Sequence[tuple[str, str]]) -> list[float]:
+def expected(texts: Sequence[tuple[str | None, str]]) -> list[float]:
     """Log-likelihoods of completions by the logits of each record alone."""
     model = open_model("runs/first")
     found = []
     for prompt, completion in texts:
-        begin = list(model.tokenizer.begin) or [model.tokenizer.end or 0]
-        given = [*begin, *model.tokenizer.encode(prompt)] if prompt else begin
+        end = [] if prompt is None or prompt else [model.tokenizer.end or 0]  # before a completion of nothing
+        given = [*model.tokenizer.begin, *end, *model.tokenizer.encode(prompt or "")]
         ids = [*given, *model.tokenizer.encode(completion)]
         each = model.logits(ids).double().log_softmax(-1)
-        found.append(sum(float(each[at - 1, ids[at]]) for at in range(len(given), len(ids))))
+        found.append(sum(float(each[at - 1, ids[at]]) for at in range(max(len(given), 1), len(ids))))
     return found
 
 
@@ -73,8 +73,8 @@ def test_log_likelihoods_are_those_of_each_text_alone(tmp_path: Path) -> None:
     texts = [record["text"] for record in lines(Path("texts.jsonl"))]
     assert [one["record"] for one in found] == [*range(40)]
     assert [one["id"] for one in found] == [f"t{at}" for at in range(40)]
-    assert [one["tokens"] for one in found] == [len(text.encode()) for text in texts]
-    assert [one["log_likelihood"] for one in found] == pytest.approx(expected([("", t) for t in texts]), rel=1e-6)
+    assert [one["tokens"] for one in found] == [len(text.encode()) - 1 for text in texts], "there is no BOS"
+    assert [one["log_likelihood"] for one in found] == pytest.approx(expected([(None, t) for t in texts]), rel=1e-6)
 
 
 def test_completions_are_asked_for_and_their_prompts_are_not(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_hidden_states_are_those_of_the_last_token(tmp_path: Path) -> None:
     found = infer(tmp_path / "out.jsonl", "--outputs", "hidden")
     model = open_model("runs/first")
     for one, record in zip(found[:5], lines(Path("texts.jsonl")), strict=False):
-        ids = [*(model.tokenizer.begin or (model.tokenizer.end or 0,)), *model.tokenizer.encode(record["text"])]
+        ids = [*model.tokenizer.begin, *model.tokenizer.encode(record["text"])]
         with torch.no_grad():
             states = model.module(torch.tensor([ids]))
         assert one["hidden"] == pytest.approx(states[0, -1].tolist(), rel=1e-5, abs=1e-6)
@@ -188,8 +188,7 @@ def test_a_plugin_names_further_outputs(tmp_path: Path) -> None:
     found = infer(tmp_path / "out.jsonl", "-p", tmp_path / "sure.py", "--outputs", "sure")
     model = open_model("runs/first")
     for one, record in zip(found[:5], lines(Path("texts.jsonl")), strict=False):
-        begin = model.tokenizer.begin or (model.tokenizer.end or 0,)
-        shares = model.logits([*begin, *model.tokenizer.encode(record["text"])])[-1].softmax(-1)
+        shares = model.logits(model.tokenizer.encode(record["text"]))[-1].softmax(-1)
         assert one["sure"] == pytest.approx(float(shares.max()), rel=1e-5)
         assert one["next"] == int(shares.argmax())
     (tmp_path / "short.py").write_text(SURE.replace("shares.amax(-1)", "shares.amax(-1)[1:]"), encoding="utf-8")
@@ -325,12 +324,14 @@ class TestBadInput:
             data = heads_data.write(tmp_path / "bad.jsonl", records)
             return refusal(tmp_path / "out.jsonl", *more, data=data)
 
-        fields = said({"text": "a"}, {"body": "b"})
+        fields = said({"text": "ab"}, {"body": "b"})
         assert "bad.jsonl, line 2: expected a text under 'text' (--field); the fields are 'body'." in fields
         assert "under 'completion'" in said({"prompt": "a"})
-        assert "line 1: has no token whose probability could be asked for" in said({"text": ""})
+        assert "line 1: has no token that could be asked for" in said({"text": ""})
+        assert "line 1: has no token that could be asked for" in said({"text": "a"})
+        assert "line 1: has no token that could be asked for" in said({"text": ""}, more=("--outputs", "hidden"))
         assert "has no record" in said()
-        assert "line 1: has 71 tokens, and the model reads 64 at once" in said({"text": "x" * 70})
+        assert "line 1: has 70 tokens, and the model reads 64 at once" in said({"text": "x" * 70})
         long = {"prompt": "a", "completion": "x" * 70}
         assert "what is asked for has 70 tokens" in said(long, more=("--long", "left"))
         assert not (tmp_path / "out.jsonl").exists()
@@ -349,13 +350,13 @@ class TestBadInput:
 
     def test_what_is_cut_is_said(self, tmp_path: Path) -> None:
         data = heads_data.write(
-            tmp_path / "long.jsonl", [{"prompt": "y" * 70, "completion": "xyz"}, {"text": "a"}, {"text": "z" * 80}]
+            tmp_path / "long.jsonl", [{"prompt": "y" * 70, "completion": "xyz"}, {"text": "ab"}, {"text": "z" * 80}]
         )
         out = tmp_path / "out.jsonl"
         ended = forge("infer", "runs/first", "--data", data, "--out", out, "--long", "left")
         assert ended.code == 0, ended.err
         assert "2 records were cut on their left" in ended.out
         first, second, third = lines(out)
-        assert (third["cut"], third["tokens"]) == (17, 63)
-        assert (first["cut"], first["tokens"]) == (10, 3)
+        assert (third["cut"], third["tokens"]) == (16, 63)
+        assert (first["cut"], first["tokens"]) == (9, 3)
         assert "cut" not in second

@@ -14,6 +14,26 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 PAGE = "infer.md"
 
+QUESTIONS = (
+    ("say one and then", " say two"),
+    ("say one and then", " say one"),
+    ("", "say one and then say two"),
+)
+"""Those of the page."""
+
+
+def by_transformers(question: tuple[str, str]) -> float:
+    """The log-likelihood of a completion, or of a text."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained("hf").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
+    given, ids = (tokenizer("".join(question[:size])).input_ids for size in (1, 2))
+    with torch.no_grad():
+        each = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return sum(float(each[at - 1, ids[at]]) for at in range(max(len(given), 1), len(ids)))
+
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_a_desk(tmp_path, monkeypatch)
@@ -28,6 +48,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert Path(name).read_bytes() == Path("scores.jsonl").read_bytes()
     for mine, theirs in zip(map(json.loads, Path("split.jsonl").read_text().splitlines()), scores, strict=True):
         assert mine == {**theirs, "log_likelihood": pytest.approx(theirs["log_likelihood"], rel=1e-6)}
+    assert [one["log_likelihood"] for one in scores] == pytest.approx([*map(by_transformers, QUESTIONS)], rel=1e-5)
     (state,) = map(json.loads, Path("states.jsonl").read_text().splitlines())
     assert state["cut"] > 0
     assert {"hidden", "log_likelihood", "tokens"} <= state.keys()

@@ -32,7 +32,7 @@ from ..offline.opening import Source, Wanted, find, run_folder
 from ..offline.read_only import ReadOnlyRun
 from .batches import Batches
 from .output_file import OutputFile
-from .outputs import Collector, choose
+from .outputs import LOG_LIKELIHOOD, Collector, choose
 from .records import Long, Records, Tokens
 
 CHUNK = 16
@@ -152,8 +152,9 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
             raise ConfigError(f"{asked.path}: this model has no tokenizer, which records of text need.")
         model, tokenizer = compose(job).model, hookspecs.tokenizer(job)
         forward = Forward(job, model)
-        records = Records(asked.data, asked.field, _longest(model), asked.long)
         collector = Collector(choose(job, forward.task, asked.outputs))
+        scored = LOG_LIKELIHOOD in collector.outputs
+        records = Records(asked.data, asked.field, _longest(model), asked.long, scored=scored)
         made_of = {
             "model": _identity(source),
             "tokenizer": tokenizer.digest,

@@ -40,19 +40,21 @@ class Records:
     """Texts, or prompts with a completion, of any files that Forge reads as training data.
 
     A completion's tokens are those of the whole text after the prompt's; white space at the end of a prompt belongs to
-    the completion, as in lm-evaluation-harness.
+    the completion, as in lm-evaluation-harness. A text has the tokenizer's beginning before it, and nothing else.
 
     Args:
         sources: files, folders, patterns or addresses.
         field: of the text; empty for `text`, or `prompt` and `completion`.
         longest: tokens that the model reads at once.
         long: treatment of longer records: refused, or cut on their left.
+        scored: whether the probability of tokens is asked for.
     """
 
     sources: Sequence[str]
     field: str
     longest: int
     long: Long
+    scored: bool = True
 
     @property
     def files(self) -> list[File]:
@@ -117,13 +119,15 @@ class Records:
             before, text = _string(record, PROMPT, where), _string(record, COMPLETION, where)
             kept = before.rstrip()
             before, text = kept, before[len(kept) :] + text
-        begin = list(tokenizer.begin) or ([] if tokenizer.end is None else [tokenizer.end])
-        whole = tokenizer.encode(before + text)
+        whole, begin = tokenizer.encode(before + text), list(tokenizer.begin)
+        if begin and whole[: len(begin)] == begin:  # as templates write it
+            begin = []
+        elif not (name or before or begin) and tokenizer.end is not None:
+            begin = [tokenizer.end]  # as for text that is generated without a prompt
         given = len(tokenizer.encode(before)) if before else 0
-        ids, given = [*begin, *whole], len(begin) + given
-        given = max(given, 1)  # nothing precedes the very first token
-        if len(ids) <= given:
-            raise ConfigError(f"{where}: has no token whose probability could be asked for; leave it out.")
+        ids, given = [*begin, *whole], max(len(begin) + given, 1)  # nothing precedes the very first token
+        if len(ids) < 1 + self.scored or (self.scored and len(ids) <= given):
+            raise ConfigError(f"{where}: has no token that could be asked for; leave it out.")
         if (cut := max(len(ids) - self.longest, 0)) and self.long == "refuse":
             raise ConfigError(
                 f"{where}: has {len(ids):,} tokens, and the model reads {self.longest:,} at once. Shorten it, or cut "
