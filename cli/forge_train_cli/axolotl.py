@@ -57,11 +57,15 @@ WORDS: Mapping[str, Mapping[Any, Mapping[str, Any]]] = {
     "adapter": {"lora": {}, "qlora": {"lora.base": "nf4"}},
     "rl": {"dpo": {}, "kto": {}, **{one: {"dpo.loss": one} for one in ("ipo", "orpo", "simpo")}},
     "gradient_checkpointing": {True: {}, False: {}},
-    "lr_scheduler": {"cosine": {}, "linear": {}, "constant": {}},
+    "lr_scheduler": {"cosine": {}, "linear": {}, "constant": {}, "constant_with_warmup": {}},
     "optimizer": {one: {} for one in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "lion_pytorch")},
     "fsdp_version": {1: {}, 2: {}},
 }
 """Keys with some values that have a counterpart → what each value sets, beside plugins."""
+DEFAULTS = {"weight_decay": 0.0, "val_set_size": 0.0, "sample_packing": False}
+"""Values of axolotl's that are not ours, where a file leaves them out."""
+RECORDS = {"text": ("completion",), "sft": ("chat_template", None)}
+"""Plugin → types of data sets that it reads as axolotl does."""
 LISTS = {"tokens": "tokenizer.add", "lora_target_modules": "lora.modules", "lora_modules_to_save": "lora.tune"}
 MODULES = {f"{one}_proj": f"*.{one}" for one in ("q", "k", "v", "o", "gate", "up", "down")}
 MODULES |= {"lm_head": "head", "embed_tokens": "embedding", "norm": "*norm*"}
@@ -70,6 +74,7 @@ ELSEWHERE = {
     "output_dir": "is runs/NAME with --name NAME",
     "resume_from_checkpoint": "is --resume, or the same command again",
     "flash_attention": "is chosen by the machine (forge plugins list shows kernels of attention)",
+    "unfrozen_parameters": "is -p freeze with freeze.parameters and freeze.but",
     "deepspeed": "is -p fsdp2",
     **dict.fromkeys(("fsdp", "fsdp_config"), "is -p fsdp2, whose own options keep their defaults"),
 }
@@ -88,13 +93,21 @@ class Imported:
     left: dict[str, str] = field(default_factory=dict)
     """Key of axolotl that has no place → why."""
 
+    def commands(self, target: str) -> list[str]:
+        """Commands that train with the file; a second model, as a reference is, takes a checkpoint."""
+        model, compares = self.model or "MODEL", self.values.get("dpo.loss") not in ("orpo", "simpo")
+        if {"dpo", "kto"}.intersection(self.plugins) and compares and "lora" not in self.plugins:
+            return [f"forge checkpoint import {model} base", f"forge train {target} --from base"]
+        return [f"forge train {target} --from {model}"]
+
     def text(self, source: Path, target: str) -> str:
         """The TOML file."""
         import tomlkit
 
         document: Any = tomlkit.document()
         document.add(tomlkit.comment(f"Imported from {source}."))
-        document.add(tomlkit.comment(f"forge train {target} --from {self.model or 'MODEL'}"))
+        for command in self.commands(target):
+            document.add(tomlkit.comment(command))
         for key, why in self.left.items():
             document.add(tomlkit.comment(f"Left out: {key} {why}."))
         document.add(tomlkit.nl())
@@ -127,12 +140,17 @@ def read(file: Path) -> Mapping[str, Any]:
 def translate(given: Mapping[str, Any]) -> Imported:
     """Translate keys and values of axolotl; what has no counterpart is left out, with the reason."""
     made = Imported(str(given.get("base_model") or ""))
+    given = {**DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
     names, asked = _plugins(given)
     made.plugins = [name for name, one in asked.items() if name and one]
     read_by = {*made.plugins, *names.values(), *("train", "run", "checkpoint", "log", "tokenizer")}
     steps = isinstance(given.get("max_steps"), int) and given["max_steps"] > 0
     for key, value in given.items():
-        if key == "base_model" or value in (None, "", [], {}) or (value is False and key not in WORDS):
+        if key == "base_model" or value in ("", [], {}) or (value is False and key not in WORDS):
+            continue
+        if key == "datasets":
+            paths, made.left["datasets"] = _datasets(value, names["data"])
+            made.values |= {f"{names['data']}.path": paths[0] if len(paths) == 1 else paths} if paths else {}
             continue
         if (key == "num_epochs" and steps) or (key == "max_steps" and not steps):
             made.left[key] = "has no effect beside max_steps" if steps else "sets no length"
@@ -146,7 +164,10 @@ def translate(given: Mapping[str, Any]) -> Imported:
             if own.partition(".")[0] in read_by and own not in ("text.template", "text.long"):
                 made.values[own] = word
             else:
-                made.left[key] = "belongs to a method that this file does not use"
+                made.left[key] = "belongs to a method that this file does not use" if key not in DEFAULTS else ""
+    made.left = {key: why for key, why in made.left.items() if why}
+    if not given["val_set_size"]:
+        made.values["train.evaluate_every"] = 0
     if size := given.get("micro_batch_size"):
         made.values["train.global_batch"] = int(size) * int(given.get("gradient_accumulation_steps") or 1)
     return made
@@ -154,9 +175,9 @@ def translate(given: Mapping[str, Any]) -> Imported:
 
 def _plugins(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, bool]]:
     """The plugins of the places in `SAME` and `WORDS`, and those to enable."""
-    rl, first = given.get("rl"), next(iter(given.get("datasets") or ()), None)
-    texts = isinstance(first, dict) and first.get("type") == "completion"
-    schedule = str(given.get("lr_scheduler"))
+    rl, sets = given.get("rl"), [one for one in given.get("datasets") or () if isinstance(one, dict)]
+    texts = bool(sets) and all(one.get("type") == "completion" for one in sets)
+    schedule = str(given.get("lr_scheduler")).removesuffix("_with_warmup")
     names = {
         "task": "kto" if rl == "kto" else "dpo" if rl else "",
         "data": "text_feedback" if rl == "kto" else "text_pairs" if rl else "text" if texts else "sft",
@@ -177,21 +198,27 @@ def _plugins(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, bool]]
 
 def _option(key: str, value: Any) -> Mapping[str, Any] | str:
     """Our options and their values for a key of axolotl, or why there is none."""
-    if key == "datasets":
-        paths = [one.get("path") for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-        odd = sorted(
-            {name for one in value if isinstance(one, dict) for name in one.keys() - {"path", "type", "ds_type"}}
-        )
-        if odd or not paths or not all(isinstance(one, str) for one in paths):
-            return f"has {', '.join(odd) or 'no paths'}; set {{data}}.path, and rename where records differ"
-        return {"{data}.path": paths[0] if len(paths) == 1 else paths}
     if key in SAME and isinstance(value, float) and value < 1 and key in ("eval_steps", "save_steps"):
         return f"is a share of the run; set {SAME[key]} to a number of steps"
     if key in SAME:
         return {SAME[key]: float(value) if isinstance(value, str) and key == "learning_rate" else value}
     if key in WORDS:
         known = isinstance(value, (str, int)) and value in WORDS[key]
-        return WORDS[key][value] if known else f"= {value!r} has no counterpart"
+        instead = {"optimizer": "; adamw takes its place", "lr_scheduler": "; cosine takes its place"}.get(key, "")
+        return WORDS[key][value] if known else f"= {value!r} has no counterpart{instead}"
     if key in LISTS and isinstance(value, list):
         return {LISTS[key]: value if key == "tokens" else [MODULES.get(one, f"*.{one}") for one in value]}
     return ELSEWHERE.get(key, "has no counterpart")
+
+
+def _datasets(value: Any, data: str) -> tuple[list[str], str]:
+    """The paths of the data sets, and what is left out of them."""
+    sets = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    paths = [one["path"] for one in sets if isinstance(one.get("path"), str)]
+    odd = sorted({name for one in sets for name in one.keys() - {"path", "type", "ds_type"}})
+    types = sorted({str(one.get("type")) for one in sets if one.get("type") not in RECORDS.get(data, ())})
+    said = [f"has {', '.join(odd)}, for which {data} has options of its own (rename, learn)"] if odd else []
+    if types:
+        said.append(f"has records of type {', '.join(types)}, which {data} may read or render otherwise: look at them")
+        said[-1] += " with forge data show --sample"
+    return paths, "; it ".join(said) if paths else f"has no paths; set {data}.path"

@@ -61,6 +61,8 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for name, value in above.items():
         before = merged.get(name)
-        both = isinstance(value, Mapping) and isinstance(before, Mapping)
-        merged[name] = _over(before, value) if both else value
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            merged[name] = _over(before, value)
+        else:
+            merged[name] = value
     return merged

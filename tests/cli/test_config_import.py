@@ -43,10 +43,10 @@ TUNED: dict[str, Any] = {
     "wandb_project": None,
 }
 EXPECTED = {
-    "adamw": {"lr": 0.0002},
+    "adamw": {"lr": 0.0002, "weight_decay": 0.0},
     "linear": {"warmup": 0.1},
     "lora": {"rank": 8, "base": "nf4", "modules": ["*.q", "*.down"], "tune": ["head"]},
-    "sft": {"path": "chats.jsonl", "template": "chatml", "held_out": 0.05},
+    "sft": {"path": "chats.jsonl", "template": "chatml", "held_out": 0.05, "packing": "pad"},
     "train": {"sequence": 2048, "micro_batch": 2, "global_batch": 8, "epochs": 3, "precision": "bf16"},
 }
 LEFT = {"gradient_accumulation_steps", "special_tokens", "kto_desirable_weight", "eval_steps"}
@@ -94,8 +94,26 @@ def test_every_key_of_the_page_is_known() -> None:
     cells = [line.split("|")[3] for line in page.splitlines() if re.match(r"\| [`a-z]", line)]
     keys = {word for cell in cells for word in re.findall(r"`([a-z_0-9]+)(?::[^`]*)?`", cell)}
     others = {"base_model", "datasets", *ELSEWHERE}
-    told = {"roles_to_train", "train_on_eos", "special_tokens", "unfrozen_parameters", "kd_trainer"}
+    told = {"roles_to_train", "train_on_eos", "special_tokens", "kd_trainer"}
     assert keys - {*SAME, *WORDS, *LISTS, *others} == told | {"lora_target_parameters"}
+
+
+def test_defaults_that_differ_are_written(forge: Forge, tmp_path: Path) -> None:
+    text, made = imported(forge, tmp_path, {"datasets": [{"path": "c.jsonl"}], "lr_scheduler": "constant_with_warmup"})
+    assert made["sft"] == {"path": "c.jsonl", "held_out": 0.0, "packing": "pad"}
+    assert made["train"] == {"evaluate_every": 0}
+    assert made["adamw"] == {"weight_decay": 0.0}
+    assert "constant" in made["plugins"]
+    assert "Left out" not in text
+
+
+def test_what_data_sets_lose_is_told_and_their_paths_stay(forge: Forge, tmp_path: Path) -> None:
+    sets = [{"path": "a.jsonl", "type": "chatml.intel", "split": "train"}, {"path": "b.jsonl", "type": "completion"}]
+    text, made = imported(forge, tmp_path, {"rl": "dpo", "base_model": "hf", "datasets": sets})
+    assert made["text_pairs"]["path"] == ["a.jsonl", "b.jsonl"]
+    assert "# Left out: datasets has split, for which text_pairs has options of its own" in text
+    assert "records of type chatml.intel, completion, which text_pairs may read or render otherwise" in text
+    assert "# forge checkpoint import hf base\n# forge train THIS_FILE --from base\n" in text
 
 
 @pytest.mark.parametrize(

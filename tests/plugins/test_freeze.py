@@ -67,7 +67,7 @@ def test_a_tied_weight_goes_by_any_of_its_names(tmp_path: Path) -> None:
         (("*.atention.*",), (), r"matches no parameter\. Did you mean '\*\.attention\.\*'\?"),
         (("wte",), (), r"matches no parameter\. There are embedding\.\*, head\.\*, layers\.\*, norm\.\*\."),
         (("head.*",), ("layers.0.*",), r"freeze\.but: 'layers\.0\.\*' matches no parameter that freeze\.parameters"),
-        (("*",), (), r"freeze\.but: nothing is left to train"),
+        (("*",), (), r"freeze\.parameters: nothing is left to train; name what is trained in freeze\.but"),
     ],
 )
 def test_bad_input(tmp_path: Path, parameters: tuple[str, ...], but: tuple[str, ...], says: str) -> None:

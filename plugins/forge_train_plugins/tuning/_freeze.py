@@ -169,7 +169,10 @@ class Names:
                     raise ConfigError(f"{key}: {pattern!r} matches no {what}.{hint}", key=key)
         if len(frozen) == len(everything):
             begin = " in the first steps" if self.config.thaw else ""
-            raise ConfigError(f"freeze.but: nothing is left to train{begin}; add what is.", key="freeze.but")
+            raise ConfigError(
+                f"freeze.parameters: nothing is left to train{begin}; name what is trained in freeze.but.",
+                key="freeze.parameters",
+            )
 
 
 def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
