@@ -271,7 +271,7 @@ class TestContinued:
     @pytest.mark.dist
     @pytest.mark.e2e
     def test_killed_four_times_on_changing_layouts(self, tmp_path: Path) -> None:
-        many = [{"text": text[: 5 + at % 50]} for at, text in enumerate(heads_data.passages("tkinter", 400))]
+        many = [{"text": text[: 5 + at % 50]} for at, text in enumerate(4 * heads_data.passages("tkinter", 400))]
         data = heads_data.write(tmp_path / "many.jsonl", many)
         out = tmp_path / "out.jsonl"
         asked = ("infer", "runs/first", "--data", data, "--out", out, "--batch", "2")
