@@ -44,8 +44,8 @@ class ReferenceSection:
     weights: Annotated[str, FilePath()] = ""
     """The reference: a run, or a checkpoint; empty for `train.init_from`."""
     reference: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Values of the reference, by section: `reference.decoder.rope.theta = 1e6`. Those that are not given are the ones
-    that were saved with its weights."""
+    """Values of the reference, by section: `reference.decoder.rope.theta = 1e6`. With `weights`, those that are not
+    given are the ones that were saved with them; otherwise they are the run's."""
     without: tuple[str, ...] = ()
     """Plugins that take no part in the reference. Those that tune a model, as an adapter does, never do."""
     stored: Annotated[str, FilePath(), Volatile()] = ""
@@ -133,7 +133,7 @@ class ReferencePlugin(Plugin):
         if self.compares and not self.is_own_reference(job) and not job.dist.on_main(self._is_stored):
             mine, weights = self.config, self._weights(job.config)
             without, keys = (*mine.without, *tuners(job)), f"{self.key}.weights, {self.key}.reference"
-            sections = own_sections(job, weights, mine.reference)
+            sections = own_sections(job, mine.weights, mine.reference)  # else it is the run's start, as the run is
             yield ExtraModel(REFERENCE, sections, weights, without=without, keys=keys)
 
     @hookimpl
