@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     import torch
 
 
+RESERVE = 4 << 20
+"""Bytes that are set aside and let go of to explain a lack of memory, which takes some."""
+
+
 class OutOfMemory(Plugin):
     """Explains a lack of memory: the requested size, this rank's memory by part, and what would help.
 
@@ -23,6 +27,7 @@ class OutOfMemory(Plugin):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._besides = 0
+        self._reserve: bytearray | None = bytearray(RESERVE)
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -32,6 +37,7 @@ class OutOfMemory(Plugin):
 
     @hookimpl
     def on_end(self, finished: Finished, job: Job) -> None:
+        self._reserve = None
         if finished.error is None:
             return
         from ._out_of_memory import Report
