@@ -235,6 +235,7 @@ class TestContinued:
         for more, what in (
             (("--batch", "4"), "--batch"),
             (("--outputs", "hidden"), "--outputs"),
+            (("-s", "decoder.rope.theta=50"), "configuration of the model"),
             (("-p", "precision", "-s", "train.precision=bf16"), "train.precision"),
         ):
             assert f"was begun with another {what}" in refusal(out, *more)

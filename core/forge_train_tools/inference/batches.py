@@ -42,8 +42,6 @@ class Batches:
         self._position = start
         self.taken: dict[int, Tokens] = {}
         """This rank's records since `taken` was emptied, by number."""
-        self.ended = False
-        """True if no record is left for any rank."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -52,7 +50,6 @@ class Batches:
         mine: list[Tokens] = []
         for rank in range(self._ranks):
             found = [one for _, one in zip(range(self._size), self._read, strict=False)]
-            self.ended = self.ended or len(found) < self._size
             if rank == self._rank:
                 mine = [self._records.encoded(*one, self._tokenizer) for one in found]
             self._position += len(found)

@@ -25,6 +25,7 @@ from forge_train.mesh.layout import Layout
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import foreign, hookspecs
+from forge_train_kit.own_sections import OF_MODEL
 
 from ..launching.launch import WorkerCommand, launch
 from ..launching.world import here
@@ -157,6 +158,7 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
         records = Records(asked.data, asked.field, _longest(model), asked.long, scored=scored)
         made_of = {
             "model": _identity(source),
+            "configuration of the model": _values(job),
             "tokenizer": tokenizer.digest,
             "content of --data": job.dist.on_main(lambda: records.digest),
             "--outputs": " ".join(collector.outputs),
@@ -247,6 +249,13 @@ def _identity(source: Source) -> str:
     files = sorted(file for file in source.path.iterdir() if file.is_file())
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stamps).encode()).hexdigest()
+
+
+def _values(job: Job) -> str:
+    """A hash of the values of the plugins that decide what the model computes from its weights."""
+    makers = {job.hooks.provider(slot) for slot in OF_MODEL}
+    values = job.config.values(volatile=False).items()
+    return hashlib.sha256(repr(sorted((k, v) for k, v in values if k.partition(".")[0] in makers)).encode()).hexdigest()
 
 
 def _longest(model: Model) -> int:
