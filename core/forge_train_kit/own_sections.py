@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("forge_train")
 
 OF_MODEL = ("build_model", "attention", "feed_forward", "head", "tail")
-"""Slots whose plugins decide what a model computes from its weights."""
+"""Slots of what a model computes; layers may differ in who fills one."""
+
+
+def model_plugins(job: Job) -> set[str]:
+    """The enabled plugins that decide what a model computes from its weights."""
+    return {name for slot in OF_MODEL for name in job.hooks.implementers(slot)}
 
 
 def own_sections(job: Job, weights: str, given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -32,7 +37,7 @@ def own_sections(job: Job, weights: str, given: Mapping[str, Mapping[str, Any]])
         given: values by plugin, which count more.
     """
     saved = job.dist.on_main(lambda: _saved(weights))
-    known = {name for slot in OF_MODEL if (name := job.hooks.provider(slot))}
+    known = model_plugins(job)
     own: dict[str, dict[str, Any]] = {}
     for key, then, now in differences(saved, job.config.values(volatile=False)):
         plugin, _, name = key.partition(".")

@@ -319,6 +319,16 @@ def test_a_reference_keeps_the_values_that_it_was_saved_with(
     assert unlike.losses != found.losses, "a value that is given counts more"
 
 
+def test_a_reference_with_experts_keeps_its_values_too(
+    run_forge: RunForge, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two plugins make the feed-forwards, one those of some layers."""
+    own = {"train.sequence": 48, "decoder.vocabulary": 320, "moe.experts": 4, "moe.top_k": 3}
+    other = str(run_forge(["moe"], own, steps=2, folder=tmp_path / "other").run)
+    trained(run_forge, tmp_path, steps=1, plugins=["moe"], moe__experts=4, moe__top_k=2, dpo__weights=other)
+    assert f"The model of {other} keeps its own moe.top_k." in caplog.text
+
+
 def test_the_reference_has_no_adapter_of_the_model(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     """The run's own model without its updates, or, if its weights are named, a second one: to the bit the same."""
     more = {"adamw__lr": 1e-2, "train__init_from": base, "dpo__beta": 0.5}

@@ -25,7 +25,7 @@ from forge_train.mesh.layout import Layout
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import foreign, hookspecs
-from forge_train_kit.own_sections import OF_MODEL
+from forge_train_kit.own_sections import model_plugins
 
 from ..launching.launch import WorkerCommand, launch
 from ..launching.world import here
@@ -253,7 +253,7 @@ def _identity(source: Source) -> str:
 
 def _values(job: Job) -> str:
     """A hash of the values of the plugins that decide what the model computes from its weights."""
-    makers = {job.hooks.provider(slot) for slot in OF_MODEL}
+    makers = model_plugins(job)
     values = job.config.values(volatile=False).items()
     return hashlib.sha256(repr(sorted((k, v) for k, v in values if k.partition(".")[0] in makers)).encode()).hexdigest()
 
