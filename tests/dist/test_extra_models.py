@@ -140,7 +140,10 @@ def test_a_run_starts_from_the_first_model_alone(ranks: Pool, tmp_path: Path, ta
     ("change", "says"),
     [
         ({"distill.teacher": {}}, r"holds another model:\s+layers\.2\.down\.weight: .* in the checkpoint, absent"),
-        ({"distill.teacher": {"toy_model": {"layers": 0}}}, r"model 'teacher': .*toy_model\.layers: .* greater than 0"),
+        (
+            {"distill.teacher": {"toy_model": {"layers": 0}}},
+            r"In the extra model 'teacher': its values: toy_model\.layers: .* greater",
+        ),
         ({"distill.teacher": {"toy_mode": {"layers": 1}}}, r"there is no plugin 'toy_mode' in this run\. Did you mean"),
         ({"distill.without": ["nobody"]}, r"there is no plugin 'nobody' in this run"),
         ({"distill.weights": "nowhere"}, r"nowhere: there is no such run or checkpoint"),
@@ -161,7 +164,7 @@ def test_a_model_that_can_not_be_composed_is_named(tmp_path: Path, monkeypatch: 
     with (
         prepared([*toys.TOYS, "distill_cases:Distill", "fsdp2"], config, preset="", folder=tmp_path) as setup,
         pytest.raises(
-            ConfigError, match="The extra model 'teacher': parallel.dp_shard is 2, but no enabled plugin covers"
+            ConfigError, match="In the extra model 'teacher': parallel.dp_shard is 2, but no enabled plugin covers"
         ),
     ):
         plan(setup, world=2)

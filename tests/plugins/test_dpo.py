@@ -472,7 +472,10 @@ def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, 
         ({"dpo__weights": "BASE", "dpo__stored": "FOLDER"}, r"dpo\.stored: .*hf is a folder; name a file in it\."),
         ({"dpo__weights": "BASE", "dpo__stored": "FILE"}, r"dpo\.stored: there is no folder .*nowhere; make it first"),
         ({"dpo__weights": "FILE"}, r"'reference' \(dpo\.weights, dpo\.reference\): .*x\.json: there is no such run"),
-        ({"dpo__weights": "BASE", "dpo__without": ["nobody"]}, r"model 'reference': there is no plugin 'nobody'"),
+        (
+            {"dpo__weights": "BASE", "dpo__without": ["nobody"]},
+            r"^In the extra model 'reference' \(dpo.*\): there is no plugin 'nobody'",
+        ),
         (
             {"dpo__weights": "BASE", "dpo__reference": {"decoder": {"dim": 96}}},
             r"extra model 'reference' \(dpo\.weights, dpo\.reference\): .*holds another model",

@@ -82,7 +82,7 @@ def _extra(job: Job, spec: ExtraModel, own: Job, composition: Composition) -> tu
         raise ConfigError(f"The extra model {spec.name!r} has the name of a module of the first; choose another.")
     for axis in job.dist.layout.dividing("layers"):
         raise ConfigError(f"The extra model {spec.name!r} runs whole in a step; set parallel.{axis} = 1.")
-    with told_of(f"The extra model {spec.name!r}"):
+    with told_of(f"In {spec}"):
         made = _composed(own, frozen=not spec.trained)
     job.extra[spec.name] = Extra(spec, made.model)
     composition.model.join(spec.name, made.model, trained=spec.trained)

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 
 from ..base.errors import ConfigError, nearest
 from ..config import Config
-from ..config.tree import DEFAULT, Key, Value
+from ..config.tree import Key, Origin, Value
 from ..config.validate import plain, validate
 from ..contract.model import ExtraModel
 from ..plugin import hookspecs
 from ..plugin.job import Hooks, Job
 from ..registry.setup import instance
+
+OWN = Origin("plugin", "its values")
 
 
 def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
@@ -30,9 +32,8 @@ def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
                 f"{job.hooks.whose('extra_models', plugin)}: {spec.name!r} is taken, or is no identifier."
             )
         taken.add(spec.name)
-        with told_of(f"{job.hooks.whose('extra_models', plugin)}, model {spec.name!r}"):
-            made = _job(job, spec)
-        yield spec, made
+        with told_of(f"In {spec}"):
+            yield spec, _job(job, spec)
 
 
 @contextmanager
@@ -54,20 +55,18 @@ def _job(job: Job, spec: ExtraModel) -> Job:
     mistakes: list[str] = []
     sections = {}
     for one in enabled:
-        values = plain(job.config.sections[one.name]) | dict(spec.sections.get(one.name, {}))
-        given: dict[Key, Value] = {(key,): Value(value, DEFAULT) for key, value in values.items()}
+        own = {**plain(job.config.sections[one.name]), **spec.sections.get(one.name, {})}
+        given: dict[Key, Value] = {(key,): Value(value, OWN) for key, value in own.items()}
         sections[one.name] = validate(one.name, one.cls.Config, given, mistakes)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    made = [(one, instance(one, sections[one.name])) for one in enabled]
     seed = int.from_bytes(hashlib.blake2b(f"{job.seed}/{spec.name}".encode(), digest_size=7).digest(), "little")
     config: Config = dataclasses.replace(
         job.config, run=dataclasses.replace(job.config.run, seed=seed), sections=sections, origins={}
     )
     defaults = {slot: name for slot, name in job.hooks.defaults.items() if name in names}
-    hooks = Hooks(made, defaults, job.hooks.specs)
+    hooks = Hooks([(one, instance(one, sections[one.name])) for one in enabled], defaults, job.hooks.specs)
     if problems := [one for one in hooks.check_config(config) if not one.data]:  # those of the run were checked
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
-    other = Job(config, hooks, job.run, job.dist, job.control, step=job.step)
-    hooks.bind(other)
+    hooks.bind(other := Job(config, hooks, job.run, job.dist, job.control, step=job.step))
     return other

@@ -206,6 +206,9 @@ class ExtraModel:
     keys: str = ""
     """The keys that say which model it is, for messages: `distill.weights, distill.teacher`."""
 
+    def __str__(self) -> str:
+        return f"the extra model {self.name!r}{self.keys and f' ({self.keys})'}"
+
 
 @dataclass
 class Extra:

@@ -108,7 +108,7 @@ def load_extra(job: Job, found: Path | None = None, locate: checkpoint.Locate = 
             extra.path, extra.digest = saved["path"], saved["digest"]
             continue
         if extra.spec.weights:
-            with told_of(f"The weights of the extra model {name!r}{extra.spec.keys and f' ({extra.spec.keys})'}"):
+            with told_of(f"The weights of {extra.spec}"):
                 path = locate(Path(_same(extra.spec.weights, saved["path"])), job.dist)
                 load_weights(extra.model, job, path)
             extra.path, extra.digest = str(path.absolute()), weights_digest(path)
