@@ -13,6 +13,15 @@ from forge_train_tools.testing import run_forge
 pytestmark = pytest.mark.unit
 
 
+def test_tokens_that_the_data_lacks_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A token that is misspelt in the data is never learned, and nothing else would say so."""
+    run_forge(("new_rows",), {"new_rows.ids": [1, 32, 101]}, folder=tmp_path / "lacks", steps=2)
+    assert "new_rows: these steps read none of the tokens 1 (1 of 3 whose rows are trained)." in caplog.text
+    caplog.clear()
+    run_forge(("new_rows",), {"new_rows.ids": [32, 101]}, folder=tmp_path / "has", steps=2)
+    assert "these steps read none" not in caplog.text
+
+
 def test_a_plan_counts_what_a_run_holds(tmp_path: Path) -> None:
     """Gradients and moments are those of whole matrices, and what is trained are rows."""
     run = run_forge(("new_rows",), {"new_rows.ids": [1, 5]}, folder=tmp_path, steps=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Applied, ConfigError, MicroBatch
+from forge_train.base.format import format_list
 from forge_train.compose.initialise import local_window
 from forge_train_kit import model_files
 from forge_train_kit.data.tokenizers.added import added_tokens
 
 if TYPE_CHECKING:
     from forge_train import Job
+
+log = logging.getLogger("forge_train")
 
 TRAINED_BY_OTHERS = {"freeze", "lora"}
 """Names that are provided by plugins which choose the other trained parameters themselves."""
@@ -36,6 +40,8 @@ class Rows:
         self._held: list[nn.Parameter] = []
         self._rows: dict[tuple[int, int], Tensor] = {}
         """Window of rows → those of added tokens in it."""
+        self._seen: set[int] = set()
+        """Those that this rank's batches had."""
 
     def apply(self, part: nn.Module) -> Applied:
         """Freeze a part but for the matrices of the vocabulary, unless another plugin says what is trained.
@@ -74,6 +80,26 @@ class Rows:
         if not self._held:
             found = [one for module, key in self._places if (one := module._parameters[key]) is not None]
             self._held = list({id(one): one for one in found}.values())
+
+    def look(self) -> None:
+        """Note the tokens of the step that ends."""
+        if missing := [id for id in self.ids if id not in self._seen]:
+            wanted = torch.tensor(missing)
+            for batch in self.job.step.batches:
+                for tokens in (batch.inputs, batch.labels):
+                    self._seen.update(wanted[torch.isin(wanted, tokens.cpu())].tolist())
+
+    def warn(self) -> None:
+        """Tell of the tokens that no rank's batches had; every rank calls this."""
+        seen = set().union(*self.job.dist.gather_objects(self._seen))
+        if missing := [str(id) for id in self.ids if id not in seen]:
+            log.warning(
+                "new_rows: these steps read none of the tokens %s (%s of %s whose rows are trained). Look at the data, "
+                "and at what the tokenizer makes of it: forge data show --sample.",
+                format_list(missing, 5),
+                len(missing),
+                len(self.ids),
+            )
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

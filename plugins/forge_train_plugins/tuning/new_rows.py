@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from forge_train import Ge, Phase, Plugin, Transform, hookimpl, section
 
 if TYPE_CHECKING:
-    from forge_train import Job, Span, SpanName
+    from forge_train import Finished, Job, Span, SpanName
 
 
 class NewRows(Plugin):
@@ -42,3 +42,12 @@ class NewRows(Plugin):
     @hookimpl
     def around(self, span: SpanName) -> Span | None:
         return self._rows.unchanged if span == "optimizer" else None
+
+    @hookimpl
+    def on_step(self) -> None:
+        self._rows.look()
+
+    @hookimpl
+    def on_end(self, finished: Finished) -> None:
+        if finished.outcome == "done":
+            self._rows.warn()
