@@ -144,6 +144,15 @@ def test_the_ten_line_plugin_trains(page: str, files: Path) -> None:
     assert run.losses[-1] < run.losses[0]
 
 
+def test_the_run_that_lends_its_memory_trains(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/how-to/sleep.md"""
+    (file,) = unpack("docs/how-to/sleep.md", files)
+    lent = run_forge([str(file)], {"lend.folder": str(files)}, steps=20, name="lent", folder=files / "runs")
+    kept = run_forge((), {}, steps=20, name="kept", folder=files / "runs")
+    assert re.fullmatch(r"([\d,]+ bytes are free\n){2}", capsys.readouterr().out)
+    assert lent.losses == kept.losses
+
+
 class TestTheTutorial:
     """docs/tutorial.md"""
 
