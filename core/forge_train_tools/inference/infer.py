@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import tempfile
 import time
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from forge_train.base.errors import ConfigError
-from forge_train.checkpoint.seal import weights_digest
 from forge_train.compose.compose import compose
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Evaluator
@@ -25,13 +23,13 @@ from forge_train.mesh.layout import Layout
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import foreign, hookspecs
-from forge_train_kit.own_sections import model_plugins
 
 from ..launching.launch import WorkerCommand, launch
 from ..launching.world import here
 from ..offline.opening import Source, Wanted, find, run_folder
 from ..offline.read_only import ReadOnlyRun
 from .batches import Batches
+from .identity import values_of, weights_of
 from .output_file import OutputFile
 from .outputs import LOG_LIKELIHOOD, Collector, choose
 from .records import Long, Records, Tokens
@@ -157,8 +155,8 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
         scored = LOG_LIKELIHOOD in collector.outputs
         records = Records(asked.data, asked.field, _longest(model), asked.long, scored=scored)
         made_of = {
-            "model": _identity(source),
-            "configuration of the model": _values(job),
+            "model": weights_of(source, job.dist),
+            "configuration of the model": values_of(job),
             "tokenizer": tokenizer.digest,
             "content of --data": job.dist.on_main(lambda: records.digest),
             "--outputs": " ".join(collector.outputs),
@@ -240,22 +238,6 @@ class _Written:
     def result(self, found: Inferred) -> Inferred:
         seconds = time.monotonic() - self._began
         return replace(found, tokens=self._tokens, seconds=seconds, not_finite=self._not_finite, cut=self._cut)
-
-
-def _identity(source: Source) -> str:
-    """Differs between models that give other outputs, as far as their files tell."""
-    if source.saved is not None:
-        return weights_digest(source.path)
-    files = sorted(file for file in source.path.iterdir() if file.is_file())
-    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(stamps).encode()).hexdigest()
-
-
-def _values(job: Job) -> str:
-    """A hash of the values of the plugins that decide what the model computes from its weights."""
-    makers = model_plugins(job)
-    values = job.config.values(volatile=False).items()
-    return hashlib.sha256(repr(sorted((k, v) for k, v in values if k.partition(".")[0] in makers)).encode()).hexdigest()
 
 
 def _longest(model: Model) -> int:
