@@ -49,7 +49,7 @@ def infer(assignments: tuple[str, ...], nproc: int | None, as_json: bool, **aske
 
     A model of tokens gives the log-likelihood of the text, or of the completion after its prompt; a classifier the
     class and the probabilities; others their embedding or reward. `--outputs hidden` gives the hidden state of the last
-    token.
+    token, `layers.*.hidden` that after each layer, and `hidden_mean` the mean over all tokens.
 
     \b
     forge infer runs/first --data texts.jsonl --out scores.jsonl

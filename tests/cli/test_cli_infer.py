@@ -102,10 +102,12 @@ def test_padding_counts_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Whatever tokens and however many are behind a record."""
     from forge_train_tools.inference import batches
 
-    one = infer(tmp_path / "one.jsonl", "--outputs", "log_likelihood", "--outputs", "hidden")
+    asked = ("--outputs", "log_likelihood", "--outputs", "hidden,layers.0.hidden_mean")
+    one = infer(tmp_path / "one.jsonl", *asked)
     monkeypatch.setattr(batches, "UNIT", 8)
-    other = infer(tmp_path / "other.jsonl", "--outputs", "log_likelihood", "--outputs", "hidden")
+    other = infer(tmp_path / "other.jsonl", *asked)
     for mine, theirs in zip(one, other, strict=True):
+        assert mine["layers.0.hidden_mean"] == pytest.approx(theirs["layers.0.hidden_mean"], rel=1e-5, abs=1e-6)
         assert mine["log_likelihood"] == pytest.approx(theirs["log_likelihood"], rel=1e-6)
         assert mine["hidden"] == pytest.approx(theirs["hidden"], rel=1e-5, abs=1e-6)
 
@@ -119,6 +121,24 @@ def test_hidden_states_are_those_of_the_last_token(tmp_path: Path) -> None:
             states = model.module(torch.tensor([ids]))
         assert one["hidden"] == pytest.approx(states[0, -1].tolist(), rel=1e-5, abs=1e-6)
         assert one.keys() == {"record", "id", "hidden"}
+
+
+def test_hidden_states_of_layers_are_those_that_hooks_see(tmp_path: Path) -> None:
+    found = infer(tmp_path / "out.jsonl", "--outputs", "hidden_mean,layers.*.hidden*,hidden")
+    names = [f"layers.{at}.{kind}" for kind in ("hidden", "hidden_mean") for at in range(2)]
+    assert [*found[0]] == ["record", "id", "hidden_mean", *names, "hidden"]
+    model = open_model("runs/first")
+    seen: dict[str, torch.Tensor] = {}
+    for at in range(2):
+        layer = model.module.get_submodule(f"layers.{at}")
+        layer.register_forward_hook(lambda module, given, out, at=at: seen.update({f"layers.{at}.": out[0]}))
+    for one, record in zip(found, lines(Path("texts.jsonl")), strict=True):
+        ids = [*model.tokenizer.begin, *model.tokenizer.encode(record["text"])]
+        with torch.no_grad():
+            seen[""] = model.module(torch.tensor([ids]))[0]
+        for name, states in seen.items():
+            assert one[f"{name}hidden"] == pytest.approx(states[-1].tolist(), rel=1e-5, abs=1e-6)
+            assert one[f"{name}hidden_mean"] == pytest.approx(states.mean(0).tolist(), rel=1e-5, abs=1e-6)
 
 
 HEADS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
@@ -159,7 +179,7 @@ def test_other_heads_give_their_outputs(tmp_path: Path, monkeypatch: pytest.Monk
         assert all(max(one["probabilities"], key=one["probabilities"].get) == one["class"] for one in found)
     if head == "embed":
         assert all(sum(x * x for x in one["embedding"]) == pytest.approx(1, rel=1e-5) for one in found)
-    there = ", ".join(sorted([name, "hidden"]))
+    there = ", ".join(sorted([name, "hidden", "hidden_mean", "layers.*.hidden", "layers.*.hidden_mean"]))
     said = refusal(Path("x"), "--outputs", "log_likelihood", data=records)
     assert said == f"--outputs: this model has no 'log_likelihood', but {there}."
 
@@ -339,9 +359,11 @@ class TestBadInput:
 
     def test_options(self, tmp_path: Path) -> None:
         out = tmp_path / "out.jsonl"
-        assert "this model has no 'hiden', but hidden, log_likelihood. Did you mean 'hidden'?" in refusal(
-            out, "--outputs", "hiden"
-        )
+        there = "hidden, hidden_mean, layers.*.hidden, layers.*.hidden_mean, log_likelihood"
+        said = refusal(out, "--outputs", "hiden")
+        assert f"this model has no 'hiden', but {there}. Did you mean 'hidden'?" in said
+        assert "this model has no 'layers.2.hidden', but" in refusal(out, "--outputs", "layers.2.hidden")
+        assert "this model has no 'layer.*', but" in refusal(out, "--outputs", "layer.*")
         assert "--batch: expected at least 1, found 0." in refusal(out, "--batch", "0")
         assert "no such file or folder" in refusal(out, data="nothing.jsonl")
         assert "there is no folder" in refusal(tmp_path / "no" / "out.jsonl")

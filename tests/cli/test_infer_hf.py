@@ -85,3 +85,27 @@ class TestContinued:
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         ended = forge("infer", tmp_path / "hf", "--data", data, "--out", tmp_path / "out.jsonl")
         assert "was begun with another model" in one_message(ended, 2)
+
+
+@pytest.mark.parametrize("plugins", [(), ("-p", "hf")])
+def test_hidden_states_of_layers_are_those_of_transformers(tmp_path: Path, plugins: tuple[str, ...]) -> None:
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained("hf").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
+    texts = ["say one", "say two and then say three", "now"]
+    data = heads_data.write(tmp_path / "texts.jsonl", ({"text": text} for text in texts))
+    asked = "layers.0.*,layers.1.hidden,hidden"
+    after: dict[int, torch.Tensor] = {}
+    for at, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(
+            lambda module, given, out, at=at: after.update({at: out[0][0] if isinstance(out, tuple) else out[0]})
+        )
+    for one, text in zip(infer("hf", tmp_path / "out", "--outputs", asked, *plugins, data=data), texts, strict=True):
+        with torch.no_grad():
+            last = model.model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1]
+        assert one["layers.0.hidden"] == pytest.approx(after[0][-1].tolist(), rel=1e-5, abs=1e-6)
+        assert one["layers.0.hidden_mean"] == pytest.approx(after[0].mean(0).tolist(), rel=1e-5, abs=1e-6)
+        assert one["layers.1.hidden"] == pytest.approx(after[1][-1].tolist(), rel=1e-5, abs=1e-6)
+        assert one["hidden"] == pytest.approx(last.tolist(), rel=1e-5, abs=1e-6)

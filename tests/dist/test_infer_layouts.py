@@ -65,7 +65,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def infer(folder: Path, run: str, out: str, *layout: str) -> list[dict[str, Any]]:
-    more = () if run == "embedding" else ("--outputs", "hidden", "--outputs", USUAL.get(run, "log_likelihood"))
+    asked = "hidden,layers.*.hidden,layers.1.hidden_mean"
+    more = () if run == "embedding" else ("--outputs", asked, "--outputs", USUAL.get(run, "log_likelihood"))
     ended = forge("infer", f"runs/{run}", "--data", "texts.jsonl", "--out", out, "--batch", "6", *more, *layout)
     assert ended.code == 0, ended.err
     return [json.loads(line) for line in (folder / out).read_text(encoding="utf-8").splitlines()]

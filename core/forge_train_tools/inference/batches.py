@@ -12,9 +12,9 @@ from forge_train.contract.batch import TOKENS
 
 from .records import Records, Tokens
 
-RECORD, LAST = "infer.record", "infer.last"
-"""Targets: the number of each row's record, `[batch]` int64, -1 for rows that do not count; and 1 at the last token of
-a record, `[batch, sequence]` fp32."""
+RECORD, LAST, TEXT = "infer.record", "infer.last", "infer.text"
+"""Targets: the number of each row's record, `[batch]` int64, -1 for rows that do not count; 1 at the last token, and at
+each token, of a record, `[batch, sequence]` fp32."""
 UNIT = 64
 """The length of rows is a multiple of this, which parallel layouts can divide, or the longest that the model takes."""
 _ONCE = "a forward-only job reads its records once"
@@ -70,17 +70,18 @@ class Batches:
         length = min(-(-longest // UNIT) * UNIT, max(self._records.longest, longest))
         shape, pad = (self._size, length), self._tokenizer.end or 0
         inputs, labels = torch.full(shape, pad), torch.full(shape, MASKED)
-        last, documents = torch.zeros(shape), torch.ones(shape, dtype=torch.int64)
+        last, text, documents = torch.zeros(shape), torch.zeros(shape), torch.ones(shape, dtype=torch.int64)
         numbers = torch.full((self._size,), -1)
         for at, one in enumerate(rows):
             ids, size = torch.tensor(one.ids), len(one.ids)
             inputs[at, :size] = ids
             labels[at, one.given - 1 : size - 1] = ids[one.given :]
-            last[at, size - 1], documents[at, :size] = 1.0, 0
+            last[at, size - 1], text[at, :size], documents[at, :size] = 1.0, 1.0, 0
             numbers[at] = one.number
         own: dict[str, Any] = {}
         if self._documents:
             places = torch.arange(length).expand(shape)
             sizes = (documents == 0).sum(1, keepdim=True)
             own = {"document_ids": documents, "position_ids": torch.where(documents == 0, places, places - sizes)}
-        return Batch(inputs, labels, **own).with_targets({RECORD: numbers}).with_targets({LAST: last}, TOKENS)
+        batch = Batch(inputs, labels, **own).with_targets({RECORD: numbers})
+        return batch.with_targets({LAST: last, TEXT: text}, TOKENS)

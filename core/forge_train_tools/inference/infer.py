@@ -6,7 +6,7 @@ import dataclasses
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -151,15 +151,16 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
             raise ConfigError(f"{asked.path}: this model has no tokenizer, which records of text need.")
         model, tokenizer = compose(job).model, hookspecs.tokenizer(job)
         forward = Forward(job, model)
-        collector = Collector(choose(job, forward.task, asked.outputs))
-        scored = LOG_LIKELIHOOD in collector.outputs
+        chosen = choose(job, forward.task, model, asked.outputs)
+        collector = Collector(job, chosen)
+        scored = LOG_LIKELIHOOD in chosen.names
         records = Records(asked.data, asked.field, _longest(model), asked.long, scored=scored)
         made_of = {
             "model": weights_of(source, job.dist),
             "configuration of the model": values_of(job),
             "tokenizer": tokenizer.digest,
             "content of --data": job.dist.on_main(lambda: records.digest),
-            "--outputs": " ".join(collector.outputs),
+            "--outputs": " ".join(chosen.names),
             "--batch": str(asked.batch),
             "train.precision": job.config.train.precision,
         }
@@ -172,7 +173,8 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
             while done < count:
                 steps = min(CHUNK, -(-(count - done) // (asked.batch * job.dist.data_ranks)))
                 evaluator = Evaluator("infer", lambda: batches, collector.measure, {})
-                forward.measure(evaluator, batches, steps, "forge infer")
+                with collector.watched(model):
+                    forward.measure(evaluator, batches, steps, "forge infer")
                 lines = written.add(_gathered(job, collector, batches))
                 done += len(lines)
                 job.dist.on_main(partial(_add, out, lines))
@@ -204,15 +206,21 @@ def _add(out: OutputFile | None, lines: list[dict[str, Any]]) -> None:
 
 def _gathered(job: Job, collector: Collector, batches: Batches) -> list[tuple[dict[str, Any], Tokens]]:
     """The lines of the records that all ranks have read, in order; on every rank."""
-    mine = {}
-    for number, fields in collector.found.items():
-        one = batches.taken[number]
-        line = {"record": number} | ({} if one.id is None else {"id": one.id}) | fields
-        mine[number] = (line | ({"cut": one.cut} if one.cut else {}), one)
+    found: dict[int, tuple[Tokens, dict[str, dict[str, Any]]]] = {}
+    mine = {number: (batches.taken[number], outputs) for number, outputs in collector.found.items()}
+    for part in job.dist.gather_objects(mine):
+        for number, (one, outputs) in part.items():
+            found.setdefault(number, (one, {}))[1].update(outputs)
     collector.found.clear()
     batches.taken.clear()
-    everybody = {number: line for part in job.dist.gather_objects(mine) for number, line in part.items()}
-    return [everybody[number] for number in sorted(everybody)]
+    return [(_line(*found[number], collector.chosen.names), found[number][0]) for number in sorted(found)]
+
+
+def _line(one: Tokens, outputs: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """A record's line."""
+    fields = {name: value for output in names for name, value in outputs[output].items()}
+    cut = {"cut": one.cut} if one.cut else {}
+    return {"record": one.number} | ({} if one.id is None else {"id": one.id}) | fields | cut
 
 
 class _Written:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,25 +15,32 @@ from torch import Tensor, nn
 
 from forge_train import Batch, Job
 from forge_train.base.errors import ConfigError, PluginError, nearest
+from forge_train.contract.model import Model
 from forge_train.contract.protocols import Task
-from forge_train_kit.model import full_tensor, row_log_probabilities, sum_of_slices
+from forge_train_kit.model import full_tensor, row_log_probabilities
 
 from ..hookspecs import record_outputs
-from .batches import LAST, RECORD
+from .batches import RECORD
+from .layers import layer_outputs, watched
+from .reduced import at_last, mean_of
+
+__all__ = ["Chosen", "Collector", "Compute", "at_last", "choose", "mean_of", "plain"]
 
 Compute = Callable[[nn.Module, Tensor, Batch], Mapping[str, Any]]
 """One output: see the hook `record_outputs`."""
-LOG_LIKELIHOOD, HIDDEN, OTHERS = "log_likelihood", "hidden", "outputs"
+LOG_LIKELIHOOD, OTHERS = "log_likelihood", "outputs"
+REDUCTIONS: Mapping[str, Callable[[Job, Tensor, Batch], Tensor]] = {"hidden": at_last, "hidden_mean": mean_of}
+"""Outputs that are vectors of hidden states, of the model or of a layer."""
 
 
-def choose(job: Job, task: Task, names: Sequence[str]) -> dict[str, Compute]:
-    """The outputs with some names; without names, those of the head.
+def choose(job: Job, task: Task, model: Model, names: Sequence[str]) -> Chosen:
+    """The outputs with some names, which may be patterns; without names, those of the head.
 
     Raises:
-        ConfigError: for a name that is none.
+        ConfigError: for a name or a pattern that fits none.
     """
     named = dict(record_outputs(job, task))
-    known: dict[str, Compute] = {HIDDEN: partial(_hidden, job)}
+    known: dict[str, Compute] = {name: partial(_reduced, job, name) for name in REDUCTIONS}
     if job.hooks.gives("head") == "token_logits":
         known[LOG_LIKELIHOOD] = partial(_log_likelihood, job)
     for plugin, found in named.items():
@@ -42,11 +52,33 @@ def choose(job: Job, task: Task, names: Sequence[str]) -> dict[str, Compute]:
     ]
     if usual == [OTHERS]:
         known[OTHERS] = partial(_others, task)
-    for name in names:
-        if name not in known:
-            there = sorted(known)
-            raise ConfigError(f"--outputs: this model has no {name!r}, but {', '.join(there)}.{nearest(name, there)}")
-    return {name: known[name] for name in names or usual}
+    layers = layer_outputs(model, job, [*REDUCTIONS])
+    chosen = [*dict.fromkeys(one for name in names for one in _matching(name, [*known, *layers]))] or usual
+    return Chosen(
+        {name: known[name] for name in chosen if name in known},
+        {name: layers[name] for name in chosen if name in layers},
+        tuple(chosen),
+    )
+
+
+def _matching(name: str, known: Sequence[str]) -> list[str]:
+    """The outputs that a name or a pattern fits."""
+    if found := [name] if name in known else fnmatch.filter(known, name):
+        return found
+    there = sorted({re.sub(r"^layers\.\d+\.", "layers.*.", one) for one in known})
+    raise ConfigError(f"--outputs: this model has no {name!r}, but {', '.join(there)}.{nearest(name, known)}")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Outputs to write."""
+
+    head: Mapping[str, Compute]
+    """Those of the model's last part, by name."""
+    layers: Mapping[str, int]
+    """Those after a layer: name → its number."""
+    names: tuple[str, ...]
+    """Both, in the order in which they are written."""
 
 
 @dataclass
@@ -54,26 +86,42 @@ class Collector:
     """Keeps the outputs of records until they are taken.
 
     Args:
-        outputs: by name.
+        job: the job.
+        chosen: the outputs.
     """
 
-    outputs: Mapping[str, Compute]
-    found: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Number of a record → its fields."""
+    job: Job
+    chosen: Chosen
+    found: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Number of a record → output → its fields; of this rank's part of the model."""
 
     def measure(self, part: nn.Module, hidden: Tensor, batch: Batch) -> None:
-        """Take the outputs of a micro-batch."""
+        """Take the outputs of the last part for a micro-batch."""
+        for output, compute in self.chosen.head.items():
+            self._keep(output, compute(part, hidden, batch), batch)
+
+    def watched(self, model: Model) -> AbstractContextManager[None]:
+        """Take the outputs of layers, for each micro-batch that passes inside the block."""
+        wanted: dict[int, list[str]] = {}
+        for name, number in self.chosen.layers.items():
+            wanted.setdefault(number, []).append(name)
+        return watched(model, self.job, wanted, self._layer)
+
+    def _layer(self, output: str, hidden: Tensor, batch: Batch) -> None:
+        reduce = REDUCTIONS[output.rpartition(".")[2]]
+        self._keep(output, {output: reduce(self.job, hidden, batch)}, batch)
+
+    def _keep(self, output: str, fields: Mapping[str, Any], batch: Batch) -> None:
         numbers = batch.targets[RECORD].tolist()
-        for output, compute in self.outputs.items():
-            for name, values in compute(part, hidden, batch).items():
-                if len(values) != len(numbers):
-                    raise PluginError(
-                        f"The output {output!r} gives {len(values)} values of {name!r} for {len(numbers)} rows; it "
-                        "must give one for each (record_outputs)."
-                    )
-                for number, value in zip(numbers, plain(values), strict=True):
-                    if number >= 0:
-                        self.found.setdefault(number, {})[name] = value
+        for name, values in fields.items():
+            if len(values) != len(numbers):
+                raise PluginError(
+                    f"The output {output!r} gives {len(values)} values of {name!r} for {len(numbers)} rows; it "
+                    "must give one for each (record_outputs)."
+                )
+            for number, value in zip(numbers, plain(values), strict=True):
+                if number >= 0:
+                    self.found.setdefault(number, {}).setdefault(output, {})[name] = value
 
 
 def _log_likelihood(job: Job, part: nn.Module, hidden: Tensor, batch: Batch) -> dict[str, Any]:
@@ -81,9 +129,9 @@ def _log_likelihood(job: Job, part: nn.Module, hidden: Tensor, batch: Batch) -> 
     return {"log_likelihood": sums, "tokens": [int(count) for count in counts.tolist()]}
 
 
-def _hidden(job: Job, part: nn.Module, hidden: Tensor, batch: Batch) -> dict[str, Any]:
-    """The hidden state of the last token, as the head gets it."""
-    return {"hidden": at_last(job, hidden, batch)}
+def _reduced(job: Job, name: str, part: nn.Module, hidden: Tensor, batch: Batch) -> dict[str, Any]:
+    """Of the hidden states as the head gets them."""
+    return {name: REDUCTIONS[name](job, hidden, batch)}
 
 
 def _others(task: Task, part: nn.Module, hidden: Tensor, batch: Batch) -> dict[str, Any]:
@@ -94,18 +142,6 @@ def _others(task: Task, part: nn.Module, hidden: Tensor, batch: Batch) -> dict[s
             "ask for hidden. A plugin can name other outputs (the hook record_outputs)."
         )
     return {"outputs": values}
-
-
-def at_last(job: Job, values: Tensor, batch: Batch) -> Tensor:
-    """`[batch, sequence, features]` → `[batch, features]` fp32, those of each record's last token.
-
-    Args:
-        job: the job of `forge infer`.
-        values: of this rank's slice of the sequences; may be sharded over features.
-        batch: that `forge infer` made.
-    """
-    weights = batch.targets[LAST].unsqueeze(-1)
-    return sum_of_slices((full_tensor(values).float() * weights).sum(1), job)
 
 
 def plain(values: Any) -> list[Any]:
