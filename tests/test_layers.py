@@ -297,6 +297,7 @@ AXES = {"tp", "cp", "ep", "pp"}
 WORDS = {
     "anomaly",
     "auto",
+    "capture",
     "compile",
     "console",
     "constant",
