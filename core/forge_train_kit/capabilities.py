@@ -36,6 +36,8 @@ class KernelCapabilities:
     """`log_sum_exp=True`: also returns the logarithm of each query's sum of exponentials."""
     blocks: bool = False
     """`query_document_ids`, and an `offset` beyond the keys: these are a block, of which a query may see nothing."""
+    lengths: bool = False
+    """`lengths`: one query for each row, and rows with different numbers of keys."""
     head_dims: tuple[int, ...] = ()
     """Features per head; as a capability, empty is any."""
 
@@ -59,6 +61,7 @@ _PHRASES = {
     "sinks": "sinks",
     "log_sum_exp": "the log-sum-exp",
     "blocks": "keys in blocks, of which a query may see none",
+    "lengths": "rows with different numbers of keys",
     "head_dims": "heads of {} features",
 }
 

@@ -118,6 +118,9 @@ class AttentionOptions:
     query_document_ids: Tensor | None = None
     """[blocks] `[batch, sequence]` of the queries, where the keys are a block of all keys, and `document_ids` those of
     the block. A query that sees no key gets 0, and −∞ as its log-sum-exp, without gradients."""
+    lengths: Tensor | None = None
+    """[lengths] `[batch]` int64: each row has one query, which sees this many keys, the first ones; the others are
+    finite. Not beside documents, a window, an offset or dropout."""
 
     def first_query(self, query: Tensor, key: Tensor) -> int:
         """Return the position of the first query, counted from the first key."""
@@ -136,13 +139,14 @@ class AttentionOptions:
         queries, keys = query.shape[1], key.shape[1]
         needed = {
             "documents": self.document_ids is not None,
-            "offsets": self.offset is not None or queries != keys,
+            "offsets": self.offset is not None or (queries != keys and self.lengths is None),
             "windows": self.window is not None,
             "dropout": self.dropout is not None,
             "soft_caps": self.soft_cap is not None,
             "sinks": self.sinks is not None,
             "log_sum_exp": self.log_sum_exp,
             "blocks": self.query_document_ids is not None or not 0 <= self.first_query(query, key) <= keys - queries,
+            "lengths": self.lengths is not None,
         }
         return tuple(flag for flag, value in needed.items() if value)
 

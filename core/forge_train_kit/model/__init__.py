@@ -27,6 +27,7 @@ from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
 from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .samples import gather_samples
+from .slots import PositionMemory, RowMemory, SlotCache, Slots, filled
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
 from .tiled import LargestLogit, TiledAttention
 from .updates import trained_beside, updated_already, without_updates
@@ -49,9 +50,13 @@ __all__ = [
     "OffsetRMSNorm",
     "PerBatch",
     "Pooling",
+    "PositionMemory",
     "RMSNorm",
     "RoPE",
+    "RowMemory",
     "Scaling",
+    "SlotCache",
+    "Slots",
     "TensorStyle",
     "TiledAttention",
     "YarnScaling",
@@ -60,6 +65,7 @@ __all__ = [
     "document_bounds",
     "dtype_borders",
     "elements_trained",
+    "filled",
     "first_visible",
     "flops_per_token",
     "full_tensor",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..layers import AttentionKernel, AttentionOptions
 
 
 class KVCache:
@@ -45,6 +50,12 @@ class KVCache:
         values[:, start:end] = value
         self.length = end
         return keys[:, :end], values[:, :end]
+
+    def attend(
+        self, kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Any:
+        """Add the newest positions, and have a kernel attend to all; as the kernel itself."""
+        return kernel(query, *self.append(key, value), options)
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` positions."""

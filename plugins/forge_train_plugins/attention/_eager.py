@@ -27,7 +27,11 @@ class Kernel:
         queries, keys, offset = query.shape[1], key.shape[1], options.first_query(query, key)
         ids, of_queries, sinks = options.document_ids, options.query_document_ids, options.sinks
         facts = (queries, keys, offset, options.window, query.device)
-        unseen, blind = self._hidden(ids, facts, lambda: hidden(ids, *facts, of_queries), of_queries)
+        if options.lengths is None:
+            unseen, blind = self._hidden(ids, facts, lambda: hidden(ids, *facts, of_queries), of_queries)
+        else:
+            columns = torch.arange(keys, device=query.device)
+            unseen, blind = (columns >= options.lengths[:, None])[:, None, None], None
         logits = logits.masked_fill(unseen, -torch.inf)
         if sinks is not None:
             column = sinks.to(logits.dtype)[None, :, None, None].expand(len(query), -1, queries, 1)

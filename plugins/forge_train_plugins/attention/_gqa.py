@@ -13,6 +13,8 @@ from forge_train_kit.model import (
     Linear,
     OffsetRMSNorm,
     RMSNorm,
+    SlotCache,
+    Slots,
     TensorStyle,
     flops_per_token,
 )
@@ -70,7 +72,7 @@ class GroupedQueryAttention(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | SlotCache | None = None,
     ) -> Tensor:
         """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` int64 or None."""
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -81,8 +83,6 @@ class GroupedQueryAttention(nn.Module):
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         if self.rope is not None:
             q_BTHD, k_BTKD = self.rope(q_BTHD, position_ids), self.rope(k_BTKD, position_ids)
-        if cache is not None:
-            k_BTKD, v_BTKD = cache.append(k_BTKD, v_BTKD)
         options = AttentionOptions(
             scale=self.scale,
             document_ids=document_ids,
@@ -91,11 +91,18 @@ class GroupedQueryAttention(nn.Module):
             soft_cap=self.soft_cap,
             sinks=None if self.sink is None else self.sink(),
         )
-        mixed: Tensor = self.o(self.kernel(q_BTHD, k_BTKD, v_BTKD, options).flatten(2))
+        if cache is None:
+            out_BTHD = self.kernel(q_BTHD, k_BTKD, v_BTKD, options)
+        else:
+            out_BTHD = cache.attend(self.kernel, q_BTHD, k_BTKD, v_BTKD, options)
+        mixed: Tensor = self.o(out_BTHD.flatten(2))
         return mixed
 
     def new_cache(self, batch: int, length: int) -> KVCache:
         return KVCache(batch, length)
+
+    def new_slots(self, slots: Slots) -> SlotCache:
+        return SlotCache(slots, self.window)
 
     def flops_per_token(self, sequence: int) -> int:
         return flops_per_token(sequence, weights=self.weights, width=self.width, window=self.window)

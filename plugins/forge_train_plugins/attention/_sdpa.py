@@ -20,7 +20,7 @@ from forge_train_kit.model import PerBatch
 
 from ._sdpa_after import after_others
 
-CAPABILITIES = KernelCapabilities(documents=True, offsets=True, windows=True)
+CAPABILITIES = KernelCapabilities(documents=True, offsets=True, windows=True, lengths=True)
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -30,6 +30,9 @@ BACKENDS = {
 
 PIECE = 256
 """Queries after other tokens that are computed together if a mask is needed; the mask is small, and they share it."""
+
+RECENT = 4
+"""Masks of rows with different numbers of keys that are kept: one for each window that a model has."""
 
 ROWS = 4096
 """Number of queries whose mask is made at once; several masks of this many queries exist at a time."""
@@ -74,10 +77,13 @@ class Kernel:
     def __init__(self, backend: str = "auto") -> None:
         self._backend = backend
         self._mask: PerBatch[Tensor] = PerBatch()
+        self._ends: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         options.check(CAPABILITIES, query, key)
         document_ids, window, scale = options.document_ids, options.window, options.scale
+        if options.lengths is not None:
+            return self._compute(query, key, value, self._beyond(options.lengths, query, key), scale)
         queries, offset = query.shape[1], options.first_query(query, key)
         keys = offset + queries  # no query sees later keys
         key, value = key[:, :keys], value[:, :keys]
@@ -111,6 +117,17 @@ class Kernel:
             found.append(self._compute(*part, mask[rows - size :, keys - until :], scale))
             at += size
         return torch.cat(found, 1)
+
+    def _beyond(self, lengths: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """The mask of rows with these numbers of keys; layers with one window share it."""
+        found = self._ends.get(id(lengths))
+        if found is None or found[0] is not lengths:
+            if len(self._ends) == RECENT:
+                self._ends.clear()
+            hidden = torch.arange(key.shape[1], device=query.device) >= lengths[:, None]
+            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+            self._ends[id(lengths)] = found = lengths, mask[:, None, None]
+        return found[1]
 
     def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Call the backend; without a mask, the keys are those of the queries, or all that a single query sees."""

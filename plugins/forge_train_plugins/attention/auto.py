@@ -40,6 +40,7 @@ class Auto(Plugin):
         sinks=True,
         log_sum_exp=True,
         blocks=True,
+        lengths=True,
     )
 
     @section

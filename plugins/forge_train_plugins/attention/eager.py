@@ -25,6 +25,7 @@ class Eager(Plugin):
         sinks=True,
         log_sum_exp=True,
         blocks=True,
+        lengths=True,
     )
 
     def __init__(self, config: Any) -> None:

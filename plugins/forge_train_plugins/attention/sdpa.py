@@ -20,7 +20,7 @@ class SDPA(Plugin):
     """
 
     api = (1, 0)
-    kernel_capabilities = KernelCapabilities(documents=True, offsets=True, windows=True)
+    kernel_capabilities = KernelCapabilities(documents=True, offsets=True, windows=True, lengths=True)
 
     @section
     class Config:

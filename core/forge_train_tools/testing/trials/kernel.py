@@ -48,6 +48,8 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
     if (ids := options.document_ids) is not None:
         own = ids[:, offset : offset + queries] if options.query_document_ids is None else options.query_document_ids
         seen = seen & (own[:, None, :, None] == ids[:, None, None, :])
+    if options.lengths is not None:
+        seen = (columns < options.lengths[:, None])[:, None, None]
     blind = ~seen.any(-1, keepdim=True)
     logits = logits.masked_fill(~seen, float("-inf"))
     if options.sinks is not None:
@@ -91,6 +93,8 @@ def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
         yield "sinks", Case(asked={"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])})
     if able.log_sum_exp:
         yield "the log-sum-exp", Case(asked={"log_sum_exp": True})
+    if able.lengths:
+        yield "rows of different lengths", Case(queries=1, asked={"lengths": torch.tensor([5, SEQUENCE])})
     if able.blocks:
         apart: dict[str, Any] = {"query_document_ids": None, "offset": SEQUENCE}
         yield "a block before the queries", Case(queries=5, asked=apart)
@@ -193,6 +197,7 @@ def refuses_what_it_does_not_declare(bench: Bench) -> str:
         ("soft_caps", SEQUENCE, AttentionOptions(soft_cap=0.7)),
         ("sinks", SEQUENCE, AttentionOptions(sinks=torch.zeros(HEADS, device=device))),
         ("log_sum_exp", SEQUENCE, AttentionOptions(log_sum_exp=True)),
+        ("lengths", 1, AttentionOptions(lengths=torch.full((BATCH,), few, device=device))),
     ]
     if able.documents:
         of_queries = documents[:, :few]

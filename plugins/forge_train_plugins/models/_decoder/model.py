@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from forge_train_kit.layers import Attention, FeedForward
-from forge_train_kit.model import TensorStyle, flops_per_token
+from forge_train_kit.model import Slots, TensorStyle, flops_per_token
 
-from .renewed import RenewedCaches, renewed
+from .renewed import RenewedCaches, renewed, slots_of
 
 
 class Block(nn.Module):
@@ -160,6 +160,16 @@ class Transformer(nn.Module):
             raise ValueError(f"the model supports at most {self.max_sequence} tokens, but {length} were requested")
         caches = {index: _new_cache(layer.attention, batch, length) for index, layer in self.layers.items()}
         return renewed(caches, [layer.attention for layer in self.layers.values()], length)
+
+    def new_slots(self, slots: Slots) -> dict[str, Any]:
+        """A cache for each layer, for rows that are generated side by side; a forward with it is given positions.
+
+        Raises:
+            TypeError: if a layer's attention has none, or keys change with the length of their row.
+            ValueError: if rows may be longer than `max_sequence`.
+        """
+        attention = {index: layer.attention for index, layer in self.layers.items()}
+        return slots_of(attention, slots, self.max_sequence)
 
     def _next_positions(self, x: Tensor, cache: Mapping[str, Any]) -> Tensor:
         start = next(iter(cache.values())).length

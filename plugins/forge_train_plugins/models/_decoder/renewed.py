@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train_kit.model import DynamicRoPE, LengthRoPE
+from forge_train_kit.model import DynamicRoPE, LengthRoPE, Slots
 
 
 class RenewedCaches(dict[str, Any]):
@@ -41,10 +41,28 @@ def renewed(caches: dict[str, Any], attention: Sequence[Any], length: int) -> di
     Raises:
         TypeError: if a cache of that length is impossible.
     """
-    ropes = (getattr(one, "rope", None) for one in attention)
-    rope = next((one for one in ropes if isinstance(one, LengthRoPE)), None)
+    rope = _by_length(attention)
     if rope is None or length <= rope.original_length:
         return caches
     if isinstance(rope, DynamicRoPE):
         raise TypeError("the scaling 'dynamic' changes all keys with each token, so they can't be cached")
     return RenewedCaches(caches, rope.original_length)
+
+
+def slots_of(attention: Mapping[str, Any], slots: Slots, longest: int) -> dict[str, Any]:
+    """The caches of all layers for rows side by side.
+
+    Raises:
+        TypeError: if a layer has none, or keys change with the length of their row.
+    """
+    rope = _by_length([*attention.values()])
+    if rope is not None and longest > rope.original_length:
+        raise TypeError("keys change with the length of their row")
+    if lacking := next((type(one).__name__ for one in attention.values() if not hasattr(one, "new_slots")), ""):
+        raise TypeError(f"{lacking} has no cache for rows side by side (new_slots)")
+    return {index: one.new_slots(slots) for index, one in attention.items()}
+
+
+def _by_length(attention: Sequence[Any]) -> LengthRoPE | None:
+    ropes = (getattr(one, "rope", None) for one in attention)
+    return next((one for one in ropes if isinstance(one, LengthRoPE)), None)

@@ -1,0 +1,231 @@
+"""Memory of rows that are generated side by side, each as long as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..layers import AttentionKernel, AttentionOptions
+
+UNIT = 16
+"""Numbers of columns are multiples of this: torch's attention on a CPU (2.13) then sums a row's weights in the same
+order, however many masked columns follow, so that a row's numbers do not depend on the longest row beside it."""
+TOGETHER = 4
+"""Numbers of rows of a forward with one token each are multiples of this. On a CPU, products with fewer rows round
+differently (MKL), and so do elements of an exponential that do not fill a vector (torch 2.13)."""
+
+
+class Keeper(Protocol):
+    """Memory of a layer: something of each row."""
+
+    def resize(self) -> None:
+        """Make room for as many positions as the slots have now."""
+        ...
+
+    def move(self, source: int, target: int) -> None:
+        """Have one row take the place of another."""
+        ...
+
+    def clear(self, row: int) -> None:
+        """Set what is kept of a row to zero."""
+        ...
+
+
+class Slots:
+    """The places of rows, which the caches of all layers share.
+
+    A forward computes either the beginning of one row, `[1, sequence]`, or one more token of each of the first rows,
+    `[rows, 1]`; further rows, up to a multiple of `TOGETHER`, do not count.
+
+    Args:
+        count: most rows side by side.
+        capacity: most positions of a row.
+        device: of the caches.
+        joint: whether the attention kernel takes rows of different lengths (`KernelCapabilities.lengths`); if not, it
+            is called for each row.
+    """
+
+    def __init__(self, count: int, capacity: int, device: torch.device, *, joint: bool) -> None:
+        self.count, self.device, self.joint = count, device, joint
+        self.capacity = _rounded(capacity)
+        self.lengths = [0] * count
+        """Positions that each row has, those of the forward at hand included."""
+        self.row: int | None = None
+        """The row that begins, or None if several rows continue."""
+        self.active = 0
+        """Number of rows that continue."""
+        self._keepers: list[Keeper] = []
+        self._made: dict[int | None, tuple[Tensor, Tensor, int]] = {}
+
+    def keep(self, keeper: Keeper) -> None:
+        """Have a cache follow the rows."""
+        self._keepers.append(keeper)
+
+    def begin(self, row: int, positions: int) -> None:
+        """The next forward is a row's first, with so many tokens."""
+        self.row, self.lengths[row] = row, positions
+
+    def advance(self, rows: int) -> None:
+        """The next forward is one more token of each of the first rows."""
+        self.row, self.active = None, rows
+        self._made.clear()
+        for row in range(rows):
+            self.lengths[row] += 1
+        if max(self.lengths[:rows]) > self.capacity:
+            raise ValueError(f"A row has {max(self.lengths[:rows])} positions; there is room for {self.capacity}.")
+
+    @property
+    def positions(self) -> Tensor:
+        """`[rows, 1]` int64: the positions of the tokens of a forward that continues rows."""
+        ends = self.lengths[: self.active]
+        return torch.tensor([end - 1 for end in filled(ends, ends[0])], device=self.device)[:, None]
+
+    def places(self, window: int | None) -> tuple[Tensor, Tensor, int]:
+        """Of the rows that continue: where the newest positions are kept, as row · columns + column; how many positions
+        each has in memory; and the number of columns that these take.
+
+        Args:
+            window: most positions that are kept, in turn.
+        """
+        if window not in self._made:
+            columns, ends = columns_of(self.capacity, window), self.lengths[: self.active]
+            at = [row * columns + (end - 1) % (window or end) for row, end in enumerate(ends)]
+            held = [min(end, window or end) for end in ends]
+            self._made[window] = (*torch.tensor([at, held], device=self.device), _rounded(max(held)))
+        return self._made[window]
+
+    def grow(self, capacity: int) -> None:
+        """Make room for longer rows."""
+        if capacity > self.capacity:
+            self.capacity = _rounded(capacity)
+            for one in self._keepers:
+                one.resize()
+
+    def end(self, row: int, last: int) -> None:
+        """A row ends; the last one takes its place."""
+        for one in self._keepers:
+            if row != last:
+                one.move(last, row)
+            one.clear(last)
+        self.lengths[row], self.lengths[last] = self.lengths[last], 0
+
+    def outward(self, values: Tensor) -> Tensor:
+        """Add zeros for the rows that do not count to `[rows, …]` of those that continue."""
+        missing = -len(values) % TOGETHER
+        return torch.cat((values, values.new_zeros(missing, *values.shape[1:]))) if missing else values
+
+
+class RowMemory:
+    """Tensors of each row, such as a state, which every forward replaces."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self._held: list[Tensor] = []
+        slots.keep(self)
+
+    def take(self) -> list[Tensor]:
+        """Return what is kept of the rows that continue, `[rows, …]` each; nothing of a row that begins."""
+        return [one[: self.slots.active] for one in self._held] if self.slots.row is None else []
+
+    def put(self, *values: Tensor) -> None:
+        """Keep these, with the same axes."""
+        slots = self.slots
+        if not self._held:
+            self._held = [one.new_zeros(slots.count, *one.shape[1:]) for one in values]
+        some = slice(slots.active) if slots.row is None else slice(slots.row, slots.row + 1)
+        for held, value in zip(self._held, values, strict=True):
+            held[some] = value
+
+    def resize(self) -> None:
+        """Sizes do not depend on the number of positions."""
+
+    def move(self, source: int, target: int) -> None:
+        for one in self._held:
+            one[target] = one[source]
+
+    def clear(self, row: int) -> None:
+        for one in self._held:
+            one[row] = 0
+
+
+class PositionMemory(RowMemory):
+    """Tensors of each position, such as keys and values. What no position has filled is zero.
+
+    Args:
+        slots: places of the rows.
+        window: number of last positions that later ones see, which are kept in turn; None for all.
+    """
+
+    def __init__(self, slots: Slots, window: int | None = None) -> None:
+        super().__init__(slots)
+        self.window = window
+
+    def add(self, *values: Tensor) -> tuple[Sequence[Tensor], Tensor] | None:
+        """Keep the newest positions, `[batch, sequence, …]`.
+
+        Returns:
+            Of rows that continue, all positions, `[rows, columns, …]`, and how many of these columns each row fills; in
+            their order, unless there is a window. None for a row that begins, which has no others.
+        """
+        slots, columns = self.slots, columns_of(self.slots.capacity, self.window)
+        if not self._held:
+            self._held = [one.new_zeros(slots.count, columns, *one.shape[2:]) for one in values]
+        if slots.row is not None:
+            first = max(values[0].shape[1] - (self.window or columns), 0)
+            for held, value in zip(self._held, values, strict=True):
+                if self.window is None:
+                    held[slots.row, : value.shape[1]] = value[0]
+                else:
+                    places = torch.arange(first, value.shape[1], device=slots.device) % self.window
+                    held[slots.row].index_copy_(0, places, value[0, first:])
+            return None
+        places, lengths, seen = slots.places(self.window)
+        for held, value in zip(self._held, values, strict=True):
+            held.flatten(0, 1).index_copy_(0, places, value[: slots.active, 0])
+        return [held[: slots.active, :seen] for held in self._held], lengths
+
+    def resize(self) -> None:
+        columns = columns_of(self.slots.capacity, self.window)
+        for at, one in enumerate(self._held):
+            if (more := columns - one.shape[1]) > 0:
+                self._held[at] = torch.cat((one, one.new_zeros(len(one), more, *one.shape[2:])), 1)
+
+
+class SlotCache(PositionMemory):
+    """Keys and values of one attention layer."""
+
+    def attend(
+        self, kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Any:
+        """Add the newest positions, and have a kernel attend to all; as the kernel itself."""
+        found = self.add(key, value)
+        if found is None:
+            return kernel(query, key, value, options)
+        (keys, values), lengths = found
+        query = query[: len(keys)]
+        if self.slots.joint:
+            return self.slots.outward(kernel(query, keys, values, replace(options, window=None, lengths=lengths)))
+        options, out = replace(options, window=None), []
+        for row, length in enumerate(lengths.tolist()):
+            some = slice(row, row + 1)
+            out.append(kernel(query[some], keys[some, :length], values[some, :length], options))
+        return self.slots.outward(torch.cat(out))
+
+
+def columns_of(capacity: int, window: int | None) -> int:
+    """Columns of a memory for rows of this many positions."""
+    return capacity if window is None else min(capacity, _rounded(window))
+
+
+def filled(values: Sequence[int], filler: int) -> list[int]:
+    """The values of the rows that continue, and of those that follow them in a forward."""
+    return [*values, *[filler] * (-len(values) % TOGETHER)]
+
+
+def _rounded(positions: int) -> int:
+    return -(-positions // UNIT) * UNIT

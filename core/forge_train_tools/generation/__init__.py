@@ -1,0 +1,1 @@
+"""Text that a trained model writes: one prompt as it is written, the records of a file, or a chat."""

@@ -1,0 +1,203 @@
+"""Generates rows side by side: finished ones make place for the next, and no row changes another's numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from forge_train.base.errors import ConfigError, ForgeError
+from forge_train.contract.model import Model
+from forge_train.plugin.job import Job
+
+from .forwards import Forwards
+from .memory import Memory, memory_for
+
+log = logging.getLogger("forge_train")
+
+
+class Row(Protocol):
+    """A request while it is generated. Over several ranks, each has its own copy of every row."""
+
+    number: int
+    """Of the request."""
+    ids: list[int]
+    """Tokens of the prompt, and those generated so far."""
+    prompt: int
+    """Number of tokens of the prompt, at least one."""
+    most: int
+    """Most tokens to generate; with the prompt's no more than the model reads at once."""
+    done: bool
+
+    def choose(self, logits: Tensor) -> Any:
+        """The next token, or what `add` needs to know of it; called on one rank, and changes nothing.
+
+        Args:
+            logits: `[vocabulary]` fp32 on the CPU.
+        """
+        ...
+
+    def add(self, choice: Any) -> None:
+        """Append a chosen token to `ids`, and end the row if it was the last; called on every rank."""
+        ...
+
+
+def run(job: Job, model: Model, rows: Iterator[Row], *, slots: int) -> Iterator[Row]:
+    """Yield rows as they end.
+
+    Every rank must iterate over equal rows, to the end; each is yielded on all of them. Data-parallel ranks share the
+    rows, and keep step: one without work computes what nobody looks at.
+
+    Args:
+        job: provides the task and the attention kernel.
+        model: a language model.
+        rows: read as there is place for them.
+        slots: most rows side by side on each data-parallel rank.
+
+    Raises:
+        ConfigError: the model can't generate here.
+        ForgeError: logits are NaN; names the request.
+    """
+    if slots < 1:
+        raise ConfigError(f"Rows are generated at least one at a time, not {slots}.")
+    if job.dist.layout.cp > 1:
+        raise ConfigError("Generating text needs whole sequences; set parallel.cp = 1.")
+    if model.looks_ahead:
+        raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
+    return _Run(job, model, rows, slots).rows()
+
+
+@dataclass
+class _Replica:
+    """The rows of one data-parallel rank."""
+
+    waiting: list[Row] = field(default_factory=list)
+    """They have a place, and begin next."""
+    active: list[Row] = field(default_factory=list)
+
+    @property
+    def taken(self) -> int:
+        return len(self.waiting) + len(self.active)
+
+
+class _Run:
+    """Every rank follows the rows of all replicas, so that they agree on what comes next."""
+
+    def __init__(self, job: Job, model: Model, rows: Iterator[Row], slots: int) -> None:
+        self._job, self._model, self._rows, self._slots = job, model, rows, slots
+        self._replicas = [_Replica() for _ in range(job.dist.data_ranks)]
+        self._mine = self._replicas[job.dist.data_rank]
+        self._forwards = Forwards(job, model)
+        self._memory: Memory | None = None
+        ranks = job.dist.gather_objects((job.dist.data_rank, self._forwards.sees_logits))
+        self._leaders = [ranks.index((replica, True)) for replica in range(job.dist.data_ranks)]
+
+    def rows(self) -> Iterator[Row]:
+        with self._quiet():
+            while True:
+                self._fill()
+                if not any(replica.taken for replica in self._replicas):
+                    return
+                yield from self._begin()
+                yield from self._continue()
+
+    def _fill(self) -> None:
+        """Give rows to the replicas with the most places."""
+        while True:
+            least = min(self._replicas, key=lambda one: one.taken)
+            if least.taken == self._slots or (row := next(self._rows, None)) is None:
+                return
+            least.waiting.append(row)
+
+    def _begin(self) -> Iterator[Row]:
+        most = max(len(replica.waiting) for replica in self._replicas)
+        if not most:
+            return
+        needed = max((row.prompt + row.most for row in self._mine.waiting), default=1)
+        if self._memory is None:
+            self._memory = memory_for(self._job, self._model, max(len(self._mine.waiting), 1), needed)
+        self._memory.grow(needed)
+        found: list[Tensor | None] = []
+        for at in range(most):
+            row = self._mine.waiting[at] if at < len(self._mine.waiting) else None
+            place = len(self._mine.active) + at
+            logits = self._forwards(self._memory.begin(place, row.ids) if row else self._memory.idle())
+            found.append(None if logits is None or row is None else logits[0])
+        begun = [[*replica.waiting] for replica in self._replicas]
+        for replica in self._replicas:
+            replica.active += replica.waiting
+            replica.waiting.clear()
+        yield from self._chosen(begun, found)
+
+    def _continue(self) -> Iterator[Row]:
+        if self._memory is None or not any(replica.active for replica in self._replicas):
+            return
+        active, most = self._mine.active, max(len(replica.active) for replica in self._replicas)
+        logits = [self._forwards(call) for call in self._memory.advance([row.ids for row in active], most)]
+        yield from self._chosen([[*one.active] for one in self._replicas], self._by_row(logits, len(active)))
+
+    def _by_row(self, logits: Sequence[Tensor | None], rows: int) -> list[Tensor | None]:
+        return [row for one in logits for row in (one if one is not None else [None] * rows)][:rows]
+
+    def _chosen(self, asked: Sequence[Sequence[Row]], logits: Sequence[Tensor | None]) -> Iterator[Row]:
+        """Add the tokens of all replicas; rows that end with them leave their places."""
+        mine = asked[self._job.dist.data_rank]
+        everybody = self._shared(lambda: [_choice(row, one) for row, one in zip(mine, logits, strict=False)])
+        for replica, rows, choices in zip(self._replicas, asked, everybody, strict=True):
+            for row, choice in zip(rows, choices, strict=True):
+                row.add(choice)
+            for row in rows:
+                if row.done:
+                    at, last = [id(one) for one in replica.active].index(id(row)), len(replica.active) - 1
+                    replica.active[at] = replica.active[last]
+                    del replica.active[last]
+                    if replica is self._mine and self._memory is not None:
+                        self._memory.end(at, last)
+                    yield row
+
+    def _shared(self, choose: Callable[[], list[Any]]) -> list[list[Any]]:
+        """Choices of the leaders of all replicas. An error of one is raised on all: they would wait for it."""
+        dist = self._job.dist
+        if dist.world == 1:
+            return [choose()]
+        found: tuple[list[Any], Exception | None] = [], None
+        if dist.rank in self._leaders:
+            try:
+                found = choose(), None
+            except Exception as error:
+                known = isinstance(error, ForgeError | OSError)
+                found = [], error if known else RuntimeError(f"rank {dist.rank}: {error!r}")
+                if not known:
+                    log.exception("choosing a token failed")
+        everybody = dist.gather_objects(found)
+        if failed := next((error for _, error in everybody if error is not None), None):
+            raise failed
+        return [everybody[leader][0] for leader in self._leaders]
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Without dropout; the model's modes return, and gathered weights are freed."""
+        modes = [(module, module.training) for part in self._model.parts for module in part.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self._forwards.close()
+            self._model.free_gathered()
+
+
+def _choice(row: Row, logits: Tensor | None) -> Any:
+    if logits is None:
+        raise RuntimeError(f"no logits of request {row.number} are here")
+    if bool(logits.isnan().any()):
+        raise ForgeError(
+            f"The model's logits are NaN after {len(row.ids)} tokens of request {row.number}: its weights are damaged."
+        )
+    return row.choose(logits)

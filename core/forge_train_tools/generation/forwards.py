@@ -1,0 +1,106 @@
+"""One forward of a model that generates, whole or in the parts of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_train.contract.batch import MASKED, Batch
+from forge_train.contract.model import Model
+from forge_train.contract.protocols import Executor, Task
+from forge_train.mesh.tensors import full_tensor
+from forge_train.plugin import hookspecs
+from forge_train.plugin.job import Job
+
+
+@dataclass
+class Call:
+    """Arguments of a forward."""
+
+    ids: Tensor
+    """`[batch, sequence]` int64."""
+    positions: Tensor | None = None
+    """The same; None if the model counts from what its cache holds."""
+    caches: Mapping[int, Any] | None = None
+    """Part of this rank → its cache."""
+    rows: int = 1
+    """Rows that count."""
+
+
+class Forwards:
+    """Runs the model; gives the logits after the last token of each row on ranks that have the head."""
+
+    def __init__(self, job: Job, model: Model) -> None:
+        self._task: Task = hookspecs.task(job)
+        self._parts = model.parts
+        self.sees_logits = any(getattr(part, "head", None) is not None for part in model.parts)
+        """True if this rank gets logits."""
+        self._executor: Executor | None = None
+        self._found: Tensor | None = None
+        self._call = Call(torch.empty(0))
+        self._hooks: list[Any] = []
+        if job.dist.layout.pp > 1:
+            self._executor = hookspecs.executor(model, _Looking(self), job)
+            self._hooks = [
+                part.register_forward_pre_hook(self._giving(number), with_kwargs=True)
+                for number, part in enumerate(model.parts)
+            ]
+
+    @torch.no_grad()
+    def __call__(self, call: Call) -> Tensor | None:
+        """`[rows, vocabulary]` fp32 on the CPU, or None on a rank without the head."""
+        if self._executor is None:
+            (part,) = self._parts
+            more: dict[str, Any] = {} if call.positions is None else {"position_ids": call.positions}
+            if call.caches is not None:
+                more["cache"] = call.caches[0]
+            return self.logits(part, part(call.ids, **more), call.rows)
+        self._call, self._found = call, None
+        self._executor.evaluate(Batch(call.ids, torch.full_like(call.ids, MASKED), position_ids=call.positions))
+        return self._found
+
+    def logits(self, part: nn.Module, hidden: Tensor, rows: int) -> Tensor:
+        """Those for the last position of each row."""
+        hidden = hidden[:, -1:]
+        ids = torch.full(hidden.shape[:2], MASKED, device=hidden.device)
+        outputs = full_tensor(self._task.outputs(part, hidden, Batch(inputs=ids, labels=ids)))
+        return outputs[:rows, 0].float().cpu()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for one in self._hooks:
+            one.remove()
+
+    def look(self, part: nn.Module, hidden: Tensor) -> None:
+        """Take the logits that the executor has come to."""
+        self._found = self.logits(part, hidden, self._call.rows)
+
+    def _giving(self, number: int) -> Callable[..., Any]:
+        """A hook that gives a part its cache: a pipeline's executor passes on tensors only."""
+
+        def give(_: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            caches = self._call.caches
+            return args, keywords if caches is None else {**keywords, "cache": caches[number]}
+
+        return give
+
+
+@dataclass
+class _Looking:
+    """A task that takes logits in the place of a loss: executors run it as they run any."""
+
+    forwards: Forwards
+
+    def weight(self, batch: Batch) -> int:
+        return 0
+
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        self.forwards.look(part, hidden)
+        return torch.zeros((), device=hidden.device)
+
+    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        return hidden

@@ -1,0 +1,146 @@
+"""The caches of the rows that are generated, and the forwards that fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from forge_train.contract.model import Model
+from forge_train.plugin.job import Job
+from forge_train_kit.capabilities import capabilities_of
+from forge_train_kit.model import Slots, filled
+
+from ..offline.logits import continues, new_cache
+from .forwards import Call
+
+
+class Memory(Protocol):
+    """The rows of one data-parallel rank, at places from 0. A rank without work makes its calls, too."""
+
+    def begin(self, place: int, ids: Sequence[int]) -> Call:
+        """The first forward of a row."""
+        ...
+
+    def advance(self, rows: Sequence[Sequence[int]], most: int) -> list[Call]:
+        """The forwards for the next token of all rows.
+
+        Args:
+            rows: tokens of each.
+            most: rows of the data-parallel rank that has the most.
+        """
+        ...
+
+    def idle(self) -> Call:
+        """A forward of nothing that counts."""
+        ...
+
+    def grow(self, capacity: int) -> None:
+        """Make room for rows of this length."""
+        ...
+
+    def end(self, place: int, last: int) -> None:
+        """A row ends; the last one takes its place."""
+        ...
+
+
+def memory_for(job: Job, model: Model, places: int, capacity: int) -> Memory:
+    """The memory that a model can have; every rank has the same kind.
+
+    Args:
+        job: whose attention kernel decides, too.
+        model: makes its caches with `new_slots`, or `new_cache`.
+        places: most rows side by side.
+        capacity: length of the longest row so far.
+    """
+    slots = Slots(places, capacity, job.device, joint=_joint(job))
+    caches: dict[int, Any] = {}
+    if continues(job):
+        for number, part in enumerate(model.parts):
+            make = getattr(part, "new_slots", None)
+            try:
+                found = None if make is None else make(slots)
+            except TypeError:
+                found = None
+            if found is not None:
+                caches[number] = found
+    together = all(job.dist.gather_objects(len(caches) == len(model.parts)))
+    return SideBySide(slots, caches) if together else OneByOne(job, model)
+
+
+def _joint(job: Job) -> bool:
+    name = job.hooks.provider("attention_kernel")
+    return name is not None and capabilities_of(job.hooks.enabled[name].cls).lengths
+
+
+class SideBySide:
+    """Caches that take one token of each row."""
+
+    def __init__(self, slots: Slots, caches: Mapping[int, Any]) -> None:
+        self._slots, self._caches = slots, caches
+
+    def begin(self, place: int, ids: Sequence[int]) -> Call:
+        self._slots.begin(place, len(ids))
+        given = _tensor([ids], self._slots.device)
+        positions = torch.arange(len(ids), device=self._slots.device)[None]
+        return Call(given, positions, self._caches)
+
+    def advance(self, rows: Sequence[Sequence[int]], most: int) -> list[Call]:
+        if not rows:
+            return [self.idle()]
+        self._slots.advance(len(rows))
+        ids = filled([one[-1] for one in rows], 0)
+        given = _tensor(ids, self._slots.device)[:, None]
+        return [Call(given, self._slots.positions, self._caches, len(rows))]
+
+    def idle(self) -> Call:
+        return Call(_tensor([[0]], self._slots.device))
+
+    def grow(self, capacity: int) -> None:
+        self._slots.grow(capacity)
+
+    def end(self, place: int, last: int) -> None:
+        self._slots.end(place, last)
+
+
+class OneByOne:
+    """A cache for each row, or none: every forward is then given the whole row."""
+
+    def __init__(self, job: Job, model: Model) -> None:
+        self._job, self._model = job, model
+        self._caches: list[dict[int, Any] | None] = []
+        self._capacity = 0
+
+    def begin(self, place: int, ids: Sequence[int]) -> Call:
+        caches = None
+        if continues(self._job):
+            made = {at: new_cache(part, self._capacity) for at, part in enumerate(self._model.parts)}
+            caches = None if any(one is None for one in made.values()) else made
+        self._caches[place:] = [caches]
+        return self._call(ids, caches)
+
+    def advance(self, rows: Sequence[Sequence[int]], most: int) -> list[Call]:
+        calls = [
+            self._call(ids if caches is None else ids[-1:], caches)
+            for ids, caches in zip(rows, self._caches, strict=True)
+        ]
+        return calls + [self.idle()] * (most - len(calls))
+
+    def idle(self) -> Call:
+        return self._call([0], None)
+
+    def grow(self, capacity: int) -> None:
+        self._capacity = capacity
+
+    def end(self, place: int, last: int) -> None:
+        self._caches[place] = self._caches[last]
+        del self._caches[last]
+
+    def _call(self, ids: Sequence[int], caches: dict[int, Any] | None) -> Call:
+        return Call(_tensor([ids], self._job.device), None, caches)
+
+
+def _tensor(ids: Any, device: torch.device) -> Tensor:
+    return torch.tensor(ids, device=device)

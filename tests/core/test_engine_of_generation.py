@@ -1,0 +1,119 @@
+"""Rows that are generated side by side: each as if it were alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_models
+from forge_train import ConfigError, ForgeError
+from forge_train_kit.model import Slots
+from forge_train_tools.generation.engine import run
+from generation_rows import Greedy, generated, recomputed, requests, worst
+
+pytestmark = pytest.mark.unit
+
+MILD = "decoder.std=0.1"
+"""Weights whose log-probabilities are small, so that 1e-6 is more than their rounding."""
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory that nobody wrote to is NaN, and so is that of a row that ended."""
+    end = Slots.end
+
+    def poison(slots: Slots, row: int, last: int) -> None:
+        for keeper in slots._keepers:
+            for held in keeper._held:  # type: ignore[attr-defined]
+                held[row] = math.nan
+        end(slots, row, last)
+
+    monkeypatch.setattr(Slots, "end", poison)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def agree(job: Any, model: Any, most: float = 1e-6, sizes: tuple[int, ...] = (1, 3, 8)) -> list[Greedy]:
+    """Generate with several numbers of slots: bit for bit the same; up to rounding what recomputation gives."""
+    wanted = [recomputed(job, model, row) for row in requests(9)]
+    found = [generated(job, model, requests(9), slots) for slots in sizes]
+    for one in found:
+        assert worst(one, wanted) <= most
+        assert worst(one, found[0]) == 0
+    return wanted
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "flex"])
+def test_rows_are_computed_as_if_each_were_alone(kernel: str) -> None:
+    """Flex takes no rows of different lengths: it is called for each."""
+    agree(*tiny_models.composed(MILD, plugins=(kernel,)))
+
+
+def test_neither_the_order_nor_the_neighbours_change_a_row() -> None:
+    job, model = tiny_models.composed()
+    wanted = generated(job, model, requests(9), 4)
+    assert worst(generated(job, model, requests(9)[::-1], 4), wanted) == 0
+    assert worst(generated(job, model, requests(9)[2:3], 4), wanted[2:3]) == 0
+
+
+def test_rows_come_as_they_end_and_make_place() -> None:
+    job, model = tiny_models.composed()
+    taken: list[int] = []
+
+    def rows() -> Iterator[Greedy]:
+        for number, most in enumerate((9, 2, 5, 1)):
+            taken.append(number)
+            yield Greedy(number, [number + 1], most)
+
+    ended = []
+    for row in run(job, model, rows(), slots=2):
+        ended.append(row.number)
+        assert row.done
+        if row.number == 1:
+            assert taken == [0, 1], "the next one is read when there is place"
+    assert ended == [1, 2, 3, 0]
+
+
+def test_what_generates_leaves_the_model_as_it_was() -> None:
+    job, model = tiny_models.composed("decoder.dropout=0.5")
+    model.train()
+    model.parts[0].get_submodule("layers.0").eval()
+    modes = [module.training for module in model.parts[0].modules()]
+    rows = run(job, model, iter(requests(3)), slots=2)
+    next(rows)
+    assert torch.is_grad_enabled()
+    rows.close()  # type: ignore[attr-defined]  # given up half-way
+    assert [module.training for module in model.parts[0].modules()] == modes
+    agree(job, model, 1e-4)  # no dropout
+
+
+def test_logits_that_are_no_numbers_name_their_request() -> None:
+    job, model = tiny_models.composed()
+    next(iter(model.parameters())).data[7].fill_(math.nan)
+    rows = [Greedy(4, [1, 2], 2), Greedy(5, [1, 7, 3], 2)]
+    with pytest.raises(ForgeError, match="NaN after 3 tokens of request 5: its weights are damaged"):
+        generated(job, model, rows, 2)
+
+
+@pytest.mark.parametrize(("slots", "values", "message"), [(0, (), "at least one at a time, not 0")])
+def test_what_can_not_be_is_refused(slots: int, values: tuple[str, ...], message: str) -> None:
+    job, model = tiny_models.composed(*values)
+    with pytest.raises(ConfigError, match=message):
+        run(job, model, iter(()), slots=slots)
+
+
+def test_a_cache_is_as_large_as_its_formula() -> None:
+    job, model = tiny_models.composed()
+    slots = Slots(8, 64, job.device, joint=True)
+    caches = model.parts[0].new_slots(slots)  # type: ignore[operator]
+    slots.begin(0, 3)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), position_ids=torch.arange(3)[None], cache=caches)
+    held = sum(one.nbytes for cache in caches.values() for one in cache._held)
+    assert held == 2 * 2 * 2 * 8 * 64 * 8 * 4, "2 · layers · kv_heads · head_dim · capacity · slots · bytes"
