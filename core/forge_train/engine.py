@@ -19,8 +19,8 @@ from .contract.events import Finished, Outcome
 from .contract.model import Model
 from .contract.protocols import Copies
 from .loop.assembly import assemble, joined, prepare_process
+from .loop.describe import describe_run
 from .loop.resume import check_allowed, compare
-from .loop.run import describe_run
 from .loop.saver import repair_finished
 from .loop.training import Training
 from .loop.weights import load_extra

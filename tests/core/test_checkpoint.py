@@ -199,7 +199,7 @@ class KilledError(BaseException):
 
 def calls_of_save() -> list[str]:
     """What `save` does to the disk, at any of which it may die."""
-    return ["write", "write_json", "seal", "verify", "_commit", "sync", "write_whole", "rmtree", "replace"]
+    return ["write", "write_json", "seal", "verify", "_publish", "sync", "write_whole", "rmtree", "replace"]
 
 
 @pytest.mark.parametrize(("place", "after", "count"), pairs(calls_of_save(), [False, True], [1, 2]))
@@ -302,7 +302,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(small_disk: Path) -> N
     save_step(small_disk, 3, small, ALONE, beside=[])
 
 
-@pytest.mark.parametrize("place", ["write", "write_json", "seal", "_commit"])
+@pytest.mark.parametrize("place", ["write", "write_json", "seal", "_publish"])
 def test_a_disk_that_refuses_is_told_in_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

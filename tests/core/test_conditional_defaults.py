@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge_train.base.errors import ConfigError
-from forge_train.loop.run import to_toml
+from forge_train.loop.describe import to_toml
 from forge_train.registry.setup import Setup
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve

@@ -13,7 +13,7 @@ from forge_train import ConfigError, Ge, Gt, Lt, Plugin, PluginError, Volatile, 
 from forge_train.config import Config, differences
 from forge_train.config.tree import Origin, Tree, Value
 from forge_train.config.validate import validate
-from forge_train.loop.run import to_toml
+from forge_train.loop.describe import to_toml
 from forge_train_tools.configuration.comments import commented
 from forge_train_tools.configuration.presets import presets
 from forge_train_tools.configuration.request import Request, lay, lay_file

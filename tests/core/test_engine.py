@@ -598,7 +598,9 @@ def test_no_error_explains_itself_or_what_it_has_caused(tmp_path: Path) -> None:
 def test_what_fails_while_a_failure_is_recorded_does_not_hide_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forge_train.loop.run.Run.end", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        "forge_train.loop.describe.Run.end", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with pytest.raises(LookupError, match="the first"):
         toys.run(tmp_path, First)
     assert "Nor could it be recorded how the run ended: OSError: [Errno 28] No space left" in caplog.text

@@ -159,7 +159,7 @@ class Chaos(Plugin):
             (Shards, "copy", "copy"),
             (Shards, "write", "write"),
             (writing, "seal", "seal"),
-            (writing, "_commit", "rename"),
+            (writing, "_publish", "rename"),
             (writing, "sync", "renamed"),  # the checkpoint has its name, and `latest` names the one before
             (saver, "prune", "prune"),
         ):

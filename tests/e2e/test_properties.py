@@ -298,7 +298,7 @@ def _number(text: str) -> Any:
 @settings(usual, max_examples=max(EXAMPLES // 10, 10))
 @given(table=configurations())
 def test_what_resolves_is_written_and_read_as_the_same(folder: Path, table: dict[str, Any]) -> None:
-    from forge_train.loop.run import to_toml
+    from forge_train.loop.describe import to_toml
 
     file, again = folder / "my.toml", folder / "again.toml"
     file.write_text(tomlkit.dumps(table), encoding="utf-8")

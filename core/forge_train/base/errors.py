@@ -124,7 +124,7 @@ INTERRUPTED = 75
 """Exit code of a run that was told to stop and can be continued."""
 
 
-Phase = Literal[
+RunPhase = Literal[
     "configure", "start", "build", "load", "data", "forward", "step", "optimizer", "evaluate", "save", "loop"
 ]
 """Phase of a run; `loop` is the time between steps."""
@@ -133,7 +133,7 @@ Phase = Literal[
 class during(ContextDecorator):  # noqa: N801  # reads as a decorator
     """Assigns errors raised in the block, or in the function, to this phase of a run; the innermost phase wins."""
 
-    def __init__(self, phase: Phase) -> None:
+    def __init__(self, phase: RunPhase) -> None:
         self._phase = phase
 
     def __enter__(self) -> during:
@@ -153,7 +153,7 @@ class Failure:
     rank: int = 0
     """The rank that failed first."""
     phase: str = ""
-    """A `Phase`, or `backward`."""
+    """A `RunPhase`, or `backward`."""
     plugin: str = ""
     hook: str = ""
     key: str = ""

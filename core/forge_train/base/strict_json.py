@@ -97,7 +97,7 @@ def _steps(path: str) -> list[Any]:
 
 
 DEEPEST = 100
-"""Lists and objects of JSON inside each other; who walks through them calls a function for each."""
+"""Deepest nesting that is read: code that walks through JSON recurses once per level."""
 
 
 def parse_json(text: str, *, unique: bool = False) -> Any:

@@ -23,7 +23,7 @@ from .seal import ALONE, sync, verify
 log = logging.getLogger("forge_train")
 
 LEFT_OUT = "left_out.json"
-"""The file of a run that says what data its roll-backs left out: a checkpoint from before them can't."""
+"""Data ranges that roll-backs of a run left out. A checkpoint from before the roll-back does not have them."""
 ROLL_BACK = ".roll_back.json"
 """The file of a run that says what a roll-back removes. It is there before anything is, and until all of it is gone."""
 
@@ -113,7 +113,7 @@ def remove(saved: Saved) -> None:
 
 
 @dataclass(frozen=True)
-class RollBack:
+class UnfinishedRollBack:
     """A roll-back that is not finished."""
 
     before: int | None
@@ -123,7 +123,7 @@ class RollBack:
     """Likewise from the run's stores, which have none of them once the file is gone."""
 
 
-def noted_roll_back(run: Path) -> RollBack | None:
+def noted_roll_back(run: Path) -> UnfinishedRollBack | None:
     """The roll-back that a run's folder notes as not finished.
 
     Raises:
@@ -131,10 +131,10 @@ def noted_roll_back(run: Path) -> RollBack | None:
     """
     if (noted := load(run / ROLL_BACK, links=False)) is None:
         return None
-    return RollBack(noted["before"], [(first, last) for first, last in noted["left_out"]], noted["elsewhere"])
+    return UnfinishedRollBack(noted["before"], [(first, last) for first, last in noted["left_out"]], noted["elsewhere"])
 
 
-def note_roll_back(run: Path, noted: RollBack | None) -> None:
+def note_roll_back(run: Path, noted: UnfinishedRollBack | None) -> None:
     """Have a run's folder note a roll-back, or that it is finished; on disk when this returns."""
     if noted is None:
         (run / ROLL_BACK).unlink(missing_ok=True)
@@ -156,7 +156,7 @@ def begin_roll_back(run: Path, before: int, left_out: Iterable[tuple[int, int]])
         return
     earlier = noted_roll_back(run)
     elsewhere = min(before, earlier.elsewhere) if earlier else before
-    note_roll_back(run, RollBack(before, sorted(left_out), elsewhere))
+    note_roll_back(run, UnfinishedRollBack(before, sorted(left_out), elsewhere))
 
 
 def finish_roll_back(run: Path) -> Iterator[Saved]:
@@ -170,7 +170,7 @@ def finish_roll_back(run: Path) -> Iterator[Saved]:
         if saved.step >= noted.before:
             remove(saved)
             yield saved
-    note_roll_back(run, RollBack(None, [], noted.elsewhere))
+    note_roll_back(run, UnfinishedRollBack(None, [], noted.elsewhere))
 
 
 def left_out(run: Path) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ _SHAPE = {
 }
 """Entry of `state.json` → what it is. A checkpoint of weights alone lacks some."""
 _FACTORS = 100
-"""Tensors that make up one that is evaluated."""
+"""Most terms that `evaluation` may have."""
 
 
 def unusable(path: Path, problem: str) -> ConfigError:

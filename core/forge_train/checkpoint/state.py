@@ -214,7 +214,7 @@ def set_random_state_from(states: Tensor, dist: DistributedContext, seed: int, s
 
 
 def rows(row: Tensor, dist: DistributedContext) -> Tensor:
-    """One tensor of a row from each rank."""
+    """Join a row of each rank to a DTensor `[world, n]`."""
     if dist.world == 1:
         return row
     from torch.distributed.tensor import DTensor, Shard

@@ -128,7 +128,7 @@ def commit(
         if problem := verify(part, dist, from_disk=True):
             raise ForgeError(f"{target}: what was saved can't be read back: {problem}.")
         dist.on_main(lambda: read_state(part))  # a plugin's state may be what no resume would take
-        dist.on_main(lambda: _commit(part, target, latest, replace=replace))
+        dist.on_main(lambda: _publish(part, target, latest, replace=replace))
     except (OSError, ForgeError) as error:
         if dist.main:
             shutil.rmtree(part, ignore_errors=True)
@@ -161,7 +161,7 @@ def _describe(part: Path, state: Mapping[str, Any], beside: list[Path]) -> None:
         shutil.copytree(path, part / path.name) if path.is_dir() else shutil.copyfile(path, part / path.name)
 
 
-def _commit(part: Path, target: Path, latest: Path | None, *, replace: bool) -> None:
+def _publish(part: Path, target: Path, latest: Path | None, *, replace: bool) -> None:
     """Give a finished folder its name; one that is there already goes only then."""
     if not replace:
         check_new(target)

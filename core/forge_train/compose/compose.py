@@ -232,7 +232,7 @@ def _check(
     *,
     frozen: bool,
 ) -> None:
-    """Each of these was seen to go wrong without a sound."""
+    """Check that a transform matched something, and kept names, shapes, hooks and ties."""
     who = f"Plugin {job.hooks.enabled[plugin].ref.label}, {transform.slot!r}"
     counts = job.dist.gather_objects(sum(len(one.matched) for one in done))
     # Where nothing is trained, `ddp` has no gradients to average.

@@ -22,7 +22,7 @@ from ..plugin.job import Job
 from ..registry.setup import Fill, Setup
 from ..run.run import Run, is_checkpoint, is_run
 from ..step.step import Stepper, Watcher
-from .run import plugin_list
+from .describe import plugin_list
 from .weights import Base, load_weights, new_head_patterns
 
 

@@ -32,7 +32,7 @@ from ..registry.discovery import discover
 from ..step.step import Progress, Stepper
 from ..store.placement import check_alike, describe_odd
 from ..store.tree import split
-from .run import plugin_list
+from .describe import plugin_list
 from .weights import Base, base_beneath, compare_shapes, kept, places, read
 
 log = logging.getLogger("forge_train")
@@ -153,8 +153,8 @@ def _providers(job: Job) -> dict[str, str | None]:
 
 
 def _sharded(stepper: Stepper, path: Path) -> dict[str, Tensor]:
-    """State of plugins and the optimizer that is there already, in shards on this topology: to be read in these shards.
-    Their other tensors come whole, or as their parameter lies."""
+    """The present state of plugins and the optimizer, sharded as on this layout, for the saved state to be read into.
+    Tensors that they do not have yet come whole, or as their parameter lies."""
     tensors: dict[str, Tensor] = {}
     split({name: plugin.state_dict() for name, plugin in _stateful(stepper.job)}, "plugins", tensors)
     split(optimizer_state(stepper.optimizer, stepper.model), "optimizer", tensors)

@@ -175,7 +175,7 @@ class Saver:
 
     @during("save")
     def wait(self) -> None:
-        """Until nothing is being written any more; all processes call this together. Raises as `look` does."""
+        """Wait for the save in the background, and report it; all processes call this. Raises as `look` does."""
         if self._flight is None:
             return
         flight, self._flight = self._flight, None

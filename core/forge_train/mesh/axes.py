@@ -30,7 +30,7 @@ class Axis:
     """True if gradients are averaged along it: by SHARD transforms for Forge's own axes, by the transform that covers
     it for a package's. The product of the sizes of these axes is R."""
     divides: Literal["", "layers", "experts"] = ""
-    """The parts of the model that ranks along it hold different ones of."""
+    """The parts of the model that ranks along it divide, if any."""
     every_layer: bool = False
     """True if each layer waits for neighbours along it."""
     meaning: str = ""

@@ -18,8 +18,8 @@ STATE = "optimizer.state."
 
 
 def reduce_partial(optimizer: torch.optim.Optimizer) -> None:
-    """Add up the state that lies on the ranks in parts that still have to be summed: only a sum can be saved. This is
-    done after each step, and not where a checkpoint is taken, so that checkpoints change no number."""
+    """Sum the Partial DTensors in the optimizer's state, because only a sum can be saved. This is done after each step,
+    and not where a checkpoint is taken, so that checkpoints change no number."""
     for key, values in optimizer.state.items():
         if any(_is_partial(tensor) for _, tensor in _tensors(values, "")):
             optimizer.state[key] = _mapped(values, lambda tensor: _summed(tensor) if _is_partial(tensor) else tensor)

@@ -30,7 +30,7 @@ HEADER = 300
 """Bytes that each shard takes beside its values, in its file and in the index, roughly."""
 
 Copies = dict[Shard, Tensor]
-"""Shards on the host; given again, they are filled again."""
+"""Buffers on the host by shard, which the next save may fill again."""
 
 
 class Files(Protocol):

@@ -16,7 +16,7 @@ from forge_train.config import Config
 from forge_train.config.schema import annotation_of, table_type
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.config.tree import Key
-from forge_train.loop.run import to_toml
+from forge_train.loop.describe import to_toml
 from forge_train.plugin.job import Hooks
 from forge_train_kit.source import Source
 

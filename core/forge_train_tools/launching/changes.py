@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_train.base.errors import ConfigError
 from forge_train.config import differences
-from forge_train.loop.run import plugin_list
+from forge_train.loop.describe import plugin_list
 from forge_train.mesh.axes import CONFIGURED, Axis
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.job import Job

@@ -13,7 +13,7 @@ from typing import Any
 from forge_train.base.errors import ConfigError, describe
 from forge_train.base.files import remove_remains
 from forge_train.config import differences
-from forge_train.loop.run import to_toml
+from forge_train.loop.describe import to_toml
 from forge_train.plugin.job import Job
 from forge_train.run.run import MAKE_A_RUN, MODEL_FILES, Run, writing
 

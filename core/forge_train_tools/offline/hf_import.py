@@ -20,7 +20,7 @@ from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import Model
-from forge_train.loop.run import plugin_list
+from forge_train.loop.describe import plugin_list
 from forge_train.loop.weights import Patterns
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job

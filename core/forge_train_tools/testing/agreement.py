@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forge_train.base.errors import describe
 from forge_train.contract.transform import Phase
-from forge_train.loop.run import to_toml
+from forge_train.loop.describe import to_toml
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.registry.declared import of_distribution

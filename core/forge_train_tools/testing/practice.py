@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from forge_train.base.errors import describe
 from forge_train.base.names import canonical
 from forge_train.compose.compose import compose, order
+from forge_train.loop.describe import to_toml
 from forge_train.loop.resume import Stateful
-from forge_train.loop.run import to_toml
 from forge_train.mesh.world import World
 from forge_train.plugin import hookspecs
 from forge_train.plugin.calls import EnabledPlugin, implemented

@@ -37,7 +37,7 @@ class Capture(Plugin):
         evaluation: bool = False
         """Capture the held-out batches of each evaluation."""
         reduce: Literal["none", "mean", "last", "norm"] = "none"
-        """Keep everything; the mean over the tokens of a sample, or its last token, `[samples, features]`; or the 2-norm
+        """Keep everything; the mean over a sample's tokens, or its last token, `[samples, features]`; or the 2-norm
         of each token, `[samples, tokens]`."""
 
     config: Config

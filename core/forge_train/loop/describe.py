@@ -1,4 +1,4 @@
-"""The run folder: what a run is called, what it leaves behind, and everything needed to repeat it."""
+"""The description of a run in its folder: what is needed to repeat it."""
 
 from __future__ import annotations
 
