@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @click.command("infer", short_help="Write what a trained model gives for each record of a data set.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--data", multiple=True, required=True, metavar="SOURCE", help="Files, folders or patterns of records.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The file of JSON lines to write.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="The file to write: .jsonl, .parquet or .safetensors."
+)
 @click.option(
     "--outputs",
     multiple=True,
@@ -44,8 +46,9 @@ if TYPE_CHECKING:
 @nproc_option()
 @json_option
 def infer(assignments: tuple[str, ...], nproc: int | None, as_json: bool, **asked: Any) -> None:
-    """Write what the model of PATH, a run, a checkpoint or a Hugging Face folder, gives for each record: a line of JSON
-    each, in the order of the records. A command that was stopped continues where it was, on any number of processes.
+    """Write what the model of PATH, a run, a checkpoint or a Hugging Face folder, gives for each record: a line of
+    JSON, a row of Parquet, or a row of tensors, in the order of the records. A command that was stopped continues where
+    it was, on any number of processes.
 
     A model of tokens gives the log-likelihood of the text, or of the completion after its prompt; a classifier the
     class and the probabilities; others their embedding or reward. `--outputs hidden` gives the hidden state of the last
@@ -54,7 +57,7 @@ def infer(assignments: tuple[str, ...], nproc: int | None, as_json: bool, **aske
     \b
     forge infer runs/first --data texts.jsonl --out scores.jsonl
     forge infer Qwen3-0.6B --data questions.jsonl --out scores.jsonl --long left
-    forge infer runs/first --data texts.jsonl --out states.jsonl --outputs hidden --nproc 2
+    forge infer runs/first --data texts.jsonl --out states.safetensors --outputs hidden --nproc 2
     forge infer runs/big --data texts.jsonl --out scores.jsonl --nproc 4 -p tp -s parallel.tp=2
     """
     from forge_train_tools.inference.infer import Inference

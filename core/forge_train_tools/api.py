@@ -208,14 +208,14 @@ def infer(
     nproc: int = 1,
     **options: Unpack[InferenceOptions],
 ) -> Inferred:
-    """Write what a trained model gives for each record of a data set, a line of JSON each, in the order of the records.
+    """Write what a trained model gives for each record of a data set, in the order of the records.
 
     The same call continues what was stopped.
 
     Args:
         path: a run, a checkpoint, or a Hugging Face folder.
         data: files, folders, patterns or addresses.
-        out: the file to write, which does not exist.
+        out: the file to write, which does not exist: .jsonl, .parquet or .safetensors.
         outputs: their names; by default what fits the model's head.
         plugins: plugins to enable too.
         set: values to override, as in `train`.

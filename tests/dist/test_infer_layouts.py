@@ -87,6 +87,20 @@ def test_gives_the_answers_of_one_process(desk: Path, monkeypatch: pytest.Monkey
         assert mine == {name: near(value) for name, value in theirs.items()}
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
+def test_other_kinds_of_files_are_the_same_to_the_last_byte(
+    desk: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.chdir(desk)
+    files = {name: Path(f"{name}.{suffix}") for name in ("one", *EXACT)}
+    for name, file in files.items():
+        layout = ("--nproc", "2", *LAYOUTS[name]) if name in LAYOUTS else ()
+        asked = ("--outputs", "layers.*.hidden,log_likelihood", "--batch", "6")
+        ended = forge("infer", "runs/tokens", "--data", "texts.jsonl", "--out", file, *asked, *layout)
+        assert ended.code == 0, ended.err
+    assert len({file.read_bytes() for file in files.values()}) == 1
+
+
 def near(value: Any) -> Any:
     if isinstance(value, (list, dict)):
         return pytest.approx(value, rel=1e-5, abs=1e-6)

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
+
 from forge_train.base.errors import ConfigError
 from forge_train.compose.compose import compose
 from forge_train.contract.model import Model
@@ -29,6 +31,7 @@ from ..launching.world import here
 from ..offline.opening import Source, Wanted, find, run_folder
 from ..offline.read_only import ReadOnlyRun
 from .batches import Batches
+from .forms import Form, form_of
 from .identity import values_of, weights_of
 from .output_file import OutputFile
 from .outputs import LOG_LIKELIHOOD, Collector, choose
@@ -54,7 +57,7 @@ class Inference:
     Args:
         path: a run, a checkpoint or a Hugging Face folder.
         data: files, folders, patterns or addresses.
-        out: the file of JSON lines to write, which does not exist.
+        out: the file to write, which does not exist: .jsonl, .parquet or .safetensors.
         outputs: names; empty for what fits the head.
         field: of records that holds the text; empty for `text`, or `prompt` and `completion`.
         long: treatment of records that are longer than what the model reads at once.
@@ -75,6 +78,7 @@ class Inference:
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ConfigError(f"--batch: expected at least 1, found {self.batch}.")
+        form_of(self.out)
 
     def source(self, world: int) -> Source:
         """The weights, and a configuration whose global batch has a micro-batch for each stage of each data-parallel
@@ -165,7 +169,8 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
             "train.precision": job.config.train.precision,
         }
         count = job.dist.on_main(lambda: records.check(tokenizer))
-        with _opened(asked.out, made_of, job, told) as (out, done):
+        form = form_of(asked.out)
+        with _opened(asked.out, made_of, form, job, told) as (out, done):
             load_extra(job, locate=foreign.resolve)
             source.load(model, job)
             batches = Batches(records, job, tokenizer, asked.batch, done, documents=not _of_tokens(job))
@@ -175,7 +180,7 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
                 evaluator = Evaluator("infer", lambda: batches, collector.measure, {})
                 with collector.watched(model):
                     forward.measure(evaluator, batches, steps, "forge infer")
-                lines = written.add(_gathered(job, collector, batches))
+                lines = written.add(_gathered(job, collector, batches, form))
                 done += len(lines)
                 job.dist.on_main(partial(_add, out, lines))
                 told(f"{done:,} of {count:,} records · {written.speed:,.0f} tokens/s")
@@ -185,14 +190,14 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
 
 @contextmanager
 def _opened(
-    path: Path, made_of: dict[str, str], job: Job, told: Callable[[str], None]
+    path: Path, made_of: dict[str, str], form: Form, job: Job, told: Callable[[str], None]
 ) -> Iterator[tuple[OutputFile | None, int]]:
     """The file, on the main process, and how many records it has."""
     here: list[OutputFile] = []
     with ExitStack() as stack:
 
         def begin() -> int:
-            here.append(stack.enter_context(OutputFile.open(path, made_of, told)))
+            here.append(stack.enter_context(OutputFile.open(path, made_of, told, form)))
             return here[0].done
 
         done = job.dist.on_main(begin)
@@ -204,16 +209,23 @@ def _add(out: OutputFile | None, lines: list[dict[str, Any]]) -> None:
         out.add(lines)
 
 
-def _gathered(job: Job, collector: Collector, batches: Batches) -> list[tuple[dict[str, Any], Tokens]]:
+def _gathered(job: Job, collector: Collector, batches: Batches, form: Form) -> list[tuple[dict[str, Any], Tokens]]:
     """The lines of the records that all ranks have read, in order; on every rank."""
     found: dict[int, tuple[Tokens, dict[str, dict[str, Any]]]] = {}
-    mine = {number: (batches.taken[number], outputs) for number, outputs in collector.found.items()}
+    mine = {
+        number: (batches.taken[number], {output: _kept(fields, form) for output, fields in outputs.items()})
+        for number, outputs in collector.found.items()
+    }
     for part in job.dist.gather_objects(mine):
         for number, (one, outputs) in part.items():
             found.setdefault(number, (one, {}))[1].update(outputs)
     collector.found.clear()
     batches.taken.clear()
     return [(_line(*found[number], collector.chosen.names), found[number][0]) for number in sorted(found)]
+
+
+def _kept(fields: Mapping[str, Any], form: Form) -> dict[str, Any]:
+    return {name: form.value(value) for name, value in fields.items()}
 
 
 def _line(one: Tokens, outputs: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
@@ -263,4 +275,6 @@ def _finite(value: Any) -> bool:
         return all(map(_finite, value.values()))
     if isinstance(value, list):
         return all(map(_finite, value))
+    if isinstance(value, np.ndarray):
+        return bool(np.isfinite(value).all())
     return not isinstance(value, float) or math.isfinite(value)

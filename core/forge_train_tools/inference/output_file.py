@@ -7,37 +7,42 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import disk_errors, load_json, write_json
-from forge_train.base.strict_json import COUNT, dumps, odd
+from forge_train.base.strict_json import COUNT, odd
 from forge_train_kit.lock import take
 
-_STATE, _LINES = "job.json", "records.jsonl"
+from .forms import Form, JSONLines, Line
+
+_STATE = "job.json"
 _MOST = 1 << 20
 _SHAPE = {"made_of": {"*": str}, "records": COUNT, "bytes": COUNT}
 
 
 class OutputFile:
-    """Lines of JSON that are written beside their place, and moved there once they are all there.
+    """Records that are written beside their place; the file is made of them, and moved there, once all are there.
 
     Args:
         path: the file.
         made_of: what decides its content, by name.
+        form: the kind of file.
         done: how many records it has so far.
         size: their bytes.
     """
 
-    def __init__(self, path: Path, made_of: Mapping[str, str], done: int = 0, size: int = 0) -> None:
+    def __init__(self, path: Path, made_of: Mapping[str, str], form: Form, done: int = 0, size: int = 0) -> None:
         self.path, self.done = path, done
-        self._made_of, self._size = dict(made_of), size
+        self._made_of, self._form, self._size = dict(made_of), form, size
         self._part = partial_folder(path)
+        self._lines = self._part / form.file
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, made_of: Mapping[str, str], told: Callable[[str], None]) -> Iterator[OutputFile]:
-        """Hold the file's folder, and continue what is in it.
+    def open(
+        cls, path: Path, made_of: Mapping[str, str], told: Callable[[str], None], form: Form | None = None
+    ) -> Iterator[OutputFile]:
+        """Hold the file's folder, and continue what is in it. The form is lines of JSON, if none is given.
 
         Raises:
             ConfigError: the file is there, another process writes it, or what was begun has other content.
@@ -51,16 +56,16 @@ class OutputFile:
             part.mkdir(exist_ok=True)
             lock = take(part, busy=lambda owner: f"--out: {owner} is writing {path}. Wait until it ends.")
         try:
-            yield cls._continued(path, made_of, told)
+            yield cls._continued(path, made_of, told, form or JSONLines())
         finally:
             lock.release()
 
     @classmethod
-    def _continued(cls, path: Path, made_of: Mapping[str, str], told: Callable[[str], None]) -> OutputFile:
+    def _continued(cls, path: Path, made_of: Mapping[str, str], told: Callable[[str], None], form: Form) -> OutputFile:
         part = partial_folder(path)
         if not (part / _STATE).is_file():
-            new = cls(path, made_of)
-            (part / _LINES).write_bytes(b"")
+            new = cls(path, made_of, form)
+            new._lines.write_bytes(b"")
             new._note()
             return new
         try:
@@ -68,7 +73,7 @@ class OutputFile:
             problem = odd(state, _SHAPE)
         except (OSError, ValueError) as error:
             state, problem = {}, str(error)
-        if problem or (part / _LINES).stat().st_size < state["bytes"]:
+        if problem or (part / form.file).stat().st_size < state["bytes"]:
             raise ConfigError(f"--out: {part} is damaged{f': {problem}' if problem else ''}; remove it to begin anew.")
         for name, value in made_of.items() if state["records"] else ():
             if state["made_of"].get(name) != value:
@@ -76,31 +81,32 @@ class OutputFile:
                     f"--out: {part} was begun with another {name}. Repeat that command, or remove the folder to begin "
                     "anew."
                 )
-        os.truncate(part / _LINES, state["bytes"])
+        os.truncate(part / form.file, state["bytes"])
         if state["records"]:
             told(f"Continuing {path} after {state['records']:,} records.")
-        return cls(path, made_of, state["records"], state["bytes"])
+        return cls(path, made_of, form, state["records"], state["bytes"])
 
-    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def add(self, lines: Iterable[Line]) -> None:
         """Write some more; they are on disk when this returns.
 
         Raises:
+            ConfigError: this kind of file can't hold one.
             DiskError: the disk refuses; what was there before stays.
         """
-        text = "".join(f"{dumps(line)}\n" for line in lines).encode()
-        with disk_errors(self._part), (self._part / _LINES).open("r+b") as out:
+        found = [self._form.packed(line) for line in lines]
+        with disk_errors(self._part), self._lines.open("r+b") as out:
             out.seek(self._size)
-            out.write(text)
+            out.write(b"".join(found))
             out.flush()
             os.fsync(out.fileno())
-        self._size += len(text)
-        self.done += text.count(b"\n")
+        self._size += sum(map(len, found))
+        self.done += len(found)
         self._note()
 
     def finish(self) -> None:
-        """Give the file its name."""
+        """Make the file, and give it its name."""
         with disk_errors(self.path):
-            (self._part / _LINES).replace(self.path)
+            self._form.finished(self._lines).replace(self.path)
         shutil.rmtree(self._part, ignore_errors=True)
 
     def _note(self) -> None:

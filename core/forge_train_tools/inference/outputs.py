@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from forge_train_kit.model import full_tensor, row_log_probabilities
 
 from ..hookspecs import record_outputs
 from .batches import RECORD
+from .forms import shortest
 from .layers import layer_outputs, watched
 from .reduced import at_last, mean_of
 
@@ -119,7 +121,7 @@ class Collector:
                     f"The output {output!r} gives {len(values)} values of {name!r} for {len(numbers)} rows; it "
                     "must give one for each (record_outputs)."
                 )
-            for number, value in zip(numbers, plain(values), strict=True):
+            for number, value in zip(numbers, _rows(values), strict=True):
                 if number >= 0:
                     self.found.setdefault(number, {}).setdefault(output, {})[name] = value
 
@@ -146,11 +148,12 @@ def _others(task: Task, part: nn.Module, hidden: Tensor, batch: Batch) -> dict[s
 
 def plain(values: Any) -> list[Any]:
     """Lists as they are; of tensors, nested lists of the shortest decimals that are the same fp32 numbers."""
+    return [shortest(row) if isinstance(row, (np.ndarray, np.generic)) else row for row in _rows(values)]
+
+
+def _rows(values: Any) -> list[Any]:
+    """Lists as they are; of tensors, an array or a number of numpy for each row."""
     if not isinstance(values, Tensor):
         return list(values)
-    import numpy as np
-
-    array = values.detach().to(torch.float32).cpu().numpy()
-    shortest = np.array([float(str(one)) for one in array.ravel()], np.float64)
-    found: Any = shortest.reshape(array.shape).tolist()
-    return list(found)
+    array = values.detach().cpu()
+    return list((array if array.dtype == torch.float64 else array.float()).numpy())
