@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--long",
-    type=click.Choice(["refuse", "left"]),
+    type=click.Choice(["refuse", "left", "windows"]),
     default="refuse",
-    help="Refuse records that are longer than what the model reads at once, or cut them on their left.",
+    help="Refuse records that are longer than what the model reads at once, cut them on their left, or read texts in "
+    "windows.",
 )
 @click.option("--batch", default=8, metavar="N", help="Records that pass through the model together (8).")
 @plugins_option

@@ -223,6 +223,52 @@ def flat(value: Any) -> Any:
     return value if isinstance(value, (list, float)) else [float(sum(map(ord, value)))]
 
 
+class TestCheck:
+    """All records are read and encoded before the first is computed."""
+
+    @pytest.fixture
+    def encoded(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The numbers of the records that are encoded, in order."""
+        from forge_train_tools.inference.encoding import Encoder
+
+        found, real = [], Encoder.__call__
+
+        def noted(self: Encoder, number: int, *rest: Any) -> Any:
+            found.append(number)
+            return real(self, number, *rest)
+
+        monkeypatch.setattr(Encoder, "__call__", noted)
+        return found
+
+    def test_encodes_once_what_fits(self, tmp_path: Path, encoded: list[int]) -> None:
+        infer(tmp_path / "out.jsonl")
+        assert encoded == [*range(40)]
+
+    def test_encodes_again_what_does_not_fit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[int]
+    ) -> None:
+        from forge_train_tools.inference import share
+
+        whole = infer(tmp_path / "whole.jsonl")
+        encoded.clear()
+        monkeypatch.setattr(share, "KEPT", 100)
+        assert infer(tmp_path / "out.jsonl") == whole
+        assert encoded[:40] == [*range(40)]
+        assert 10 < len(encoded[40:]) < 40
+
+    def test_is_not_repeated_for_what_is_continued(self, tmp_path: Path, encoded: list[int]) -> None:
+        out = tmp_path / "out.jsonl"
+        TestContinued.begin(out)
+        encoded.clear()
+        assert infer(out)[-1]["record"] == 39
+        assert encoded == [*range(16, 40)]
+
+    def test_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        data = heads_data.write(tmp_path / "bad.jsonl", [{"text": "good"}, {"text": ""}])
+        assert "line 2" in refusal(tmp_path / "out.jsonl", data=data)
+        assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
 class TestContinued:
     def test_what_a_full_disk_left(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from forge_train_tools.inference import infer as job
@@ -359,7 +405,7 @@ class TestBadInput:
 
     def test_options(self, tmp_path: Path) -> None:
         out = tmp_path / "out.jsonl"
-        there = "hidden, hidden_mean, layers.*.hidden, layers.*.hidden_mean, log_likelihood"
+        there = "hidden, hidden_mean, layers.*.hidden, layers.*.hidden_mean, log_likelihood, per_token"
         said = refusal(out, "--outputs", "hiden")
         assert f"this model has no 'hiden', but {there}. Did you mean 'hidden'?" in said
         assert "this model has no 'layers.2.hidden', but" in refusal(out, "--outputs", "layers.2.hidden")

@@ -11,7 +11,7 @@ import pytest
 
 import forge_cli
 import heads_data
-from forge_cli import forge
+from forge_cli import forge, one_message
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e]
 
@@ -65,8 +65,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def infer(folder: Path, run: str, out: str, *layout: str) -> list[dict[str, Any]]:
-    asked = "hidden,layers.*.hidden,layers.1.hidden_mean"
-    more = () if run == "embedding" else ("--outputs", asked, "--outputs", USUAL.get(run, "log_likelihood"))
+    asked = f"hidden,layers.*.hidden,layers.1.hidden_mean,{USUAL.get(run, 'log_likelihood,per_token')}"
+    more = () if run == "embedding" else ("--outputs", asked)
     ended = forge("infer", f"runs/{run}", "--data", "texts.jsonl", "--out", out, "--batch", "6", *more, *layout)
     assert ended.code == 0, ended.err
     return [json.loads(line) for line in (folder / out).read_text(encoding="utf-8").splitlines()]
@@ -87,6 +87,34 @@ def test_gives_the_answers_of_one_process(desk: Path, monkeypatch: pytest.Monkey
         assert mine == {name: near(value) for name, value in theirs.items()}
 
 
+def test_the_first_bad_record_is_named_whoever_reads_it(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank checks a share: line 8 is the second one's, line 14 the first one's."""
+    monkeypatch.chdir(desk)
+    heads_data.write(desk / "bad.jsonl", ({"text": "" if at in (7, 13) else "good"} for at in range(20)))
+    asked = ("--data", "bad.jsonl", "--out", "bad-out.jsonl", "--batch", "6", "--nproc", "2")
+    assert "bad.jsonl, line 8: has no token" in one_message(forge("infer", "runs/tokens", *asked), 2)
+    assert not list(desk.glob("bad-out*"))
+
+
+def test_windows_of_a_record_meet(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever computes them: with one record of many windows, and micro-batches that begin inside of it."""
+    monkeypatch.chdir(desk)
+    heads_data.write(desk / "long.jsonl", ({"text": text * 12} for text in ("ab", "long text, ", "c", "def f(x): ")))
+    for name in ("one", *EXACT, "cp2"):
+        layout = ("--nproc", "2", *LAYOUTS[name]) if name in LAYOUTS else ()
+        asked = ("--outputs", "log_likelihood,per_token", "--long", "windows", "--batch", "2")
+        ended = forge("infer", "runs/tokens", "--data", "long.jsonl", "--out", f"w-{name}.jsonl", *asked, *layout)
+        assert ended.code == 0, ended.err
+    one, *same = (Path(f"w-{name}.jsonl").read_bytes() for name in ("one", *EXACT))
+    assert [*same] == [one] * len(EXACT)
+    whole, sliced = (
+        [json.loads(line) for line in Path(f"w-{n}.jsonl").read_text().splitlines()] for n in ("one", "cp2")
+    )
+    assert [line["tokens"] for line in whole] == [23, 131, 11, 119]
+    for mine, theirs in zip(sliced, whole, strict=True):
+        assert mine == {name: near(value) for name, value in theirs.items()}
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
 def test_other_kinds_of_files_are_the_same_to_the_last_byte(
     desk: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
@@ -102,6 +130,8 @@ def test_other_kinds_of_files_are_the_same_to_the_last_byte(
 
 
 def near(value: Any) -> Any:
+    if isinstance(value, list) and not any(isinstance(one, float) for one in value):
+        return value
     if isinstance(value, (list, dict)):
         return pytest.approx(value, rel=1e-5, abs=1e-6)
     return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value

@@ -37,7 +37,8 @@ def by_transformers(question: tuple[str, str]) -> float:
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_a_desk(tmp_path, monkeypatch)
-    (tmp_path / "questions.jsonl").write_text(blocks(PAGE, "json")[0], encoding="utf-8")
+    for name, block in zip(("questions", "chats"), blocks(PAGE, "json"), strict=True):
+        (tmp_path / f"{name}.jsonl").write_text(block, encoding="utf-8")
     for words in typed(PAGE):
         ended = forge(*words, environment={"FORGE_SET": "run.device=cpu"})
         assert ended.code == 0, ended.err
@@ -49,6 +50,10 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for mine, theirs in zip(map(json.loads, Path("split.jsonl").read_text().splitlines()), scores, strict=True):
         assert mine == {**theirs, "log_likelihood": pytest.approx(theirs["log_likelihood"], rel=1e-6)}
     assert [one["log_likelihood"] for one in scores] == pytest.approx([*map(by_transformers, QUESTIONS)], rel=1e-5)
+    chats = [json.loads(line) for line in Path("chats-scored.jsonl").read_text().splitlines()]
+    assert [one["tokens"] for one in chats] == [len(one["token_ids"]) for one in chats]
+    (windows,) = map(json.loads, Path("texts.jsonl").read_text().splitlines())
+    assert windows["tokens"] > 400
     (state,) = map(json.loads, Path("states.jsonl").read_text().splitlines())
     assert state["cut"] > 0
     assert {"hidden", "log_likelihood", "tokens"} <= state.keys()

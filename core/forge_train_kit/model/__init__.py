@@ -22,7 +22,7 @@ from .chunks import sum_in_chunks
 from .declare import TensorStyle, depth_scaled, elements_trained, flops_per_token
 from .dropout import Dropout
 from .dtypes import dtype_borders
-from .log_probabilities import answers_of, row_log_probabilities
+from .log_probabilities import answers_of, row_log_probabilities, token_log_probabilities
 from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_pooling, sum_of_slices
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
 from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
@@ -80,6 +80,7 @@ __all__ = [
     "row_log_probabilities",
     "sum_in_chunks",
     "sum_of_slices",
+    "token_log_probabilities",
     "trained_beside",
     "updated_already",
     "without_updates",

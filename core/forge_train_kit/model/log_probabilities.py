@@ -13,7 +13,7 @@ from forge_train.contract.batch import MASKED
 from forge_train.mesh.tensors import full_tensor
 
 from ..losses import ANSWERS
-from .chunks import sum_in_chunks
+from .chunks import chosen, sum_in_chunks
 from .pooling import MEMBER, sum_of_slices
 
 if TYPE_CHECKING:
@@ -61,14 +61,31 @@ def row_log_probabilities(
     return sum_of_slices(sums, job), sum_of_slices(_summed((labels != MASKED).float(), most, *numbers), job)
 
 
+def token_log_probabilities(hidden: Tensor, head: nn.Module, labels: Tensor, *, gathered: bool = False) -> Tensor:
+    """The log-probability of each unmasked label, and 0 for others: `[batch, sequence]` fp32, without gradients.
+
+    Args:
+        hidden: see `row_log_probabilities`; so are the others.
+    """
+    length = max(1, chosen(labels.numel(), head) // len(labels))
+    pieces = zip(torch.split(hidden, length, 1), torch.split(labels, length, 1), strict=True)
+    with torch.no_grad():
+        return torch.cat([_by_token(head, gathered, *piece) for piece in pieces], 1)
+
+
 def _by_row(
     head: nn.Module, gathered: bool, most: int, hidden: Tensor, labels: Tensor, numbers: Tensor | None = None
 ) -> Tensor:
     """`[batch]` or `[batch × most]`, of one chunk."""
+    return _summed(_by_token(head, gathered, hidden, labels).double(), most, numbers)
+
+
+def _by_token(head: nn.Module, gathered: bool, hidden: Tensor, labels: Tensor) -> Tensor:
+    """`[batch, sequence]`, of one chunk."""
     logits = full_tensor(head(hidden)) if gathered else head(hidden)
     log_probabilities = F.log_softmax(logits.float().flatten(0, 1), -1)
     each = full_tensor(F.nll_loss(log_probabilities, labels.flatten(), ignore_index=MASKED, reduction="none"))
-    return -_summed(each.double().view(labels.shape), most, numbers)
+    return -each.view(labels.shape)
 
 
 def _summed(each: Tensor, most: int, numbers: Tensor | None = None) -> Tensor:

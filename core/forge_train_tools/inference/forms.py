@@ -24,6 +24,8 @@ class Form(Protocol):
 
     file: str
     """Name of the file to append to."""
+    lists: bool
+    """True if it holds lists of many lengths."""
 
     def value(self, value: Any) -> Any:
         """A field's value as it is kept: of arrays and numbers of numpy, what this kind of file can hold."""
@@ -49,7 +51,7 @@ class Form(Protocol):
 class JSONLines:
     """A line of JSON for each record."""
 
-    file = "records.jsonl"
+    file, lists = "records.jsonl", True
 
     def value(self, value: Any) -> Any:
         return shortest(value) if isinstance(value, (np.ndarray, np.generic)) else value

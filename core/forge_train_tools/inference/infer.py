@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
-
-import numpy as np
+from typing import Any
 
 from forge_train.base.errors import ConfigError
 from forge_train.compose.compose import compose
@@ -21,94 +16,32 @@ from forge_train.contract.model import Model
 from forge_train.contract.protocols import Evaluator
 from forge_train.loop.assembly import prepared
 from forge_train.loop.weights import load_extra
-from forge_train.mesh.layout import Layout
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import foreign, hookspecs
 
 from ..launching.launch import WorkerCommand, launch
 from ..launching.world import here
-from ..offline.opening import Source, Wanted, find, run_folder
+from ..offline.opening import Source, run_folder
 from ..offline.read_only import ReadOnlyRun
+from .asked import Inference, InferenceOptions, Inferred
 from .batches import Batches
+from .chats import Chats
+from .counted import Counted
+from .encoding import Encoder
 from .forms import Form, form_of
 from .identity import values_of, weights_of
-from .output_file import OutputFile
-from .outputs import LOG_LIKELIHOOD, Collector, choose
-from .records import Long, Records, Tokens
+from .lines import Found, Lines
+from .output_file import OutputFile, note_checked, records_checked
+from .outputs import LOG_LIKELIHOOD, PER_TOKEN, Chosen, Collector, choose
+from .records import Records
+from .share import Share
+
+__all__ = ["Inference", "InferenceOptions", "Inferred", "infer"]
 
 CHUNK = 16
 """Micro-batches of each data-parallel rank between two writes."""
 _UNLIMITED = 1 << 31
-
-
-class InferenceOptions(TypedDict, total=False):
-    """Some fields of `Inference`, as keywords."""
-
-    field: str
-    long: Long
-    batch: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inference:
-    """A forward-only job, as it was asked for.
-
-    Args:
-        path: a run, a checkpoint or a Hugging Face folder.
-        data: files, folders, patterns or addresses.
-        out: the file to write, which does not exist: .jsonl, .parquet or .safetensors.
-        outputs: names; empty for what fits the head.
-        field: of records that holds the text; empty for `text`, or `prompt` and `completion`.
-        long: treatment of records that are longer than what the model reads at once.
-        batch: records of a micro-batch.
-        plugins: to enable too; so is `set`, values to override.
-    """
-
-    path: Path
-    data: tuple[str, ...]
-    out: Path
-    outputs: tuple[str, ...] = ()
-    field: str = ""
-    long: Long = "refuse"
-    batch: int = 8
-    plugins: tuple[str, ...] = ()
-    set: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ConfigError(f"--batch: expected at least 1, found {self.batch}.")
-        form_of(self.out)
-
-    def source(self, world: int) -> Source:
-        """The weights, and a configuration whose global batch has a micro-batch for each stage of each data-parallel
-        rank."""
-        source = self._source(world, self.batch * world)
-        layout = Layout.of(source.setup.config.parallel, world)
-        together = layout.dp * layout.pp
-        return source if together == world else self._source(world, self.batch * together)
-
-    def _source(self, world: int, together: int) -> Source:
-        sizes = (f"train.micro_batch={self.batch}", f"train.global_batch={together}")
-        return find(self.path, world=world, wanted=Wanted(self.plugins, (*sizes, *self.set), data=False))
-
-
-@dataclass(frozen=True)
-class Inferred:
-    """Results of a forward-only job."""
-
-    checkpoint: str
-    step: int
-    world: int
-    out: str
-    records: int
-    tokens: int = 0
-    """Tokens of the records that this command read, padding left out."""
-    seconds: float = 0.0
-    not_finite: int = 0
-    """Records whose outputs are not all finite, of those that this command read."""
-    cut: int = 0
-    """Records that were cut on their left, likewise."""
 
 
 def infer(asked: Inference, *, nproc: int = 1, told: Callable[[str], None] = lambda text: None) -> Inferred:
@@ -153,51 +86,93 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
     with prepared(source.setup, ReadOnlyRun(run_folder(source.path))) as job:
         if not job.hooks.provider("tokenizer"):
             raise ConfigError(f"{asked.path}: this model has no tokenizer, which records of text need.")
-        model, tokenizer = compose(job).model, hookspecs.tokenizer(job)
-        forward = Forward(job, model)
-        chosen = choose(job, forward.task, model, asked.outputs)
-        collector = Collector(job, chosen)
-        scored = LOG_LIKELIHOOD in chosen.names
-        records = Records(asked.data, asked.field, _longest(model), asked.long, scored=scored)
+        forward = Forward(job, compose(job).model)
+        chosen, form = choose(job, forward.task, forward.model, asked.outputs), form_of(asked.out)
+        _check(chosen, form, asked)
+        encode, records = _encoder(asked, chosen, forward.model, job, source), Records(asked.data)
         made_of = {
             "model": weights_of(source, job.dist),
             "configuration of the model": values_of(job),
-            "tokenizer": tokenizer.digest,
+            "tokenizer": encode.tokenizer.digest,
+            "chat template": encode.chats.digest,
             "content of --data": job.dist.on_main(lambda: records.digest),
+            "--field": encode.field,
+            "--long": f"{encode.long} {encode.longest}",
             "--outputs": " ".join(chosen.names),
             "--batch": str(asked.batch),
             "train.precision": job.config.train.precision,
         }
-        count = job.dist.on_main(lambda: records.check(tokenizer))
-        form = form_of(asked.out)
-        with _opened(asked.out, made_of, form, job, told) as (out, done):
+        known = job.dist.on_main(lambda: records_checked(asked.out, made_of))
+        share = Share(records, encode, job, asked.batch, known)
+        if share.windowed or not known:
+            share.check()
+        with _opened(asked, made_of, form, share.count, job, told) as (out, done):
             load_extra(job, locate=foreign.resolve)
-            source.load(model, job)
-            batches = Batches(records, job, tokenizer, asked.batch, done, documents=not _of_tokens(job))
-            written = _Written()
-            while done < count:
-                steps = min(CHUNK, -(-(count - done) // (asked.batch * job.dist.data_ranks)))
-                evaluator = Evaluator("infer", lambda: batches, collector.measure, {})
-                with collector.watched(model):
-                    forward.measure(evaluator, batches, steps, "forge infer")
-                lines = written.add(_gathered(job, collector, batches, form))
-                done += len(lines)
-                job.dist.on_main(partial(_add, out, lines))
-                told(f"{done:,} of {count:,} records · {written.speed:,.0f} tokens/s")
+            source.load(forward.model, job)
+            counted = Counted()
+            for lines in _computed(share, chosen, form, forward, asked.batch, done):
+                written = counted.add(lines)
+                job.dist.on_main(partial(_add, out, written))
+                done += len(written)
+                told(f"{done:,} of {share.count:,} records · {counted.speed:,.0f} tokens/s")
             job.dist.on_main(lambda: out.finish() if out else None)
-        return written.result(Inferred(str(source.path), source.step, world, str(asked.out), count))
+        return counted.result(Inferred(str(source.path), source.step, world, str(asked.out), share.count))
+
+
+def _check(chosen: Chosen, form: Form, asked: Inference) -> None:
+    """Refuse outputs that do not go with other options."""
+    if PER_TOKEN in chosen.names and not form.lists:
+        raise ConfigError(
+            f"--outputs: {PER_TOKEN} gives lists of many lengths, which {asked.out} can't hold; write .parquet or "
+            ".jsonl."
+        )
+    summed = (LOG_LIKELIHOOD, PER_TOKEN)
+    if asked.long == "windows" and (others := [name for name in chosen.names if name not in summed]):
+        raise ConfigError(
+            f"--long windows: {others[0]} is of a record as a whole, and only {' and '.join(summed)} add up over "
+            "windows. Ask for these, or cut long records: --long left."
+        )
+
+
+def _encoder(asked: Inference, chosen: Chosen, model: Model, job: Job, source: Source) -> Encoder:
+    longest = min((int(getattr(part, "max_sequence", _UNLIMITED)) for part in model.parts), default=_UNLIMITED)
+    located = PER_TOKEN in chosen.names
+    scored = located or LOG_LIKELIHOOD in chosen.names
+    tokenizer, chats = hookspecs.tokenizer(job), Chats(job, source.path)
+    return Encoder(tokenizer, chats, asked.field, longest, asked.long, scored=scored, located=located)
+
+
+def _computed(
+    share: Share, chosen: Chosen, form: Form, forward: Forward, size: int, done: int
+) -> Iterator[list[tuple[dict[str, Any], Found]]]:
+    """Yield the lines of all records after the first `done`, in order, some at a time."""
+    job, encode = forward.job, share.encode
+    start = share.first_row(done) // size * size
+    of_tokens = job.hooks.gives("head") == "token_logits"
+    pad = encode.tokenizer.end or 0
+    batches = Batches(share, job, size, longest=encode.longest, pad=pad, start=start, documents=not of_tokens)
+    collector, lines = Collector(job, chosen), Lines(job, share, chosen.names, form)
+    evaluator = Evaluator("infer", lambda: batches, collector.measure, {})
+    while done < share.count:
+        steps = min(CHUNK, -(-(share.total - batches.position) // (size * job.dist.data_ranks)))
+        with collector.watched(forward.model):
+            forward.measure(evaluator, batches, steps, "forge infer")
+        found = lines.take(collector, batches, done)
+        done += len(found)
+        yield found
 
 
 @contextmanager
 def _opened(
-    path: Path, made_of: dict[str, str], form: Form, job: Job, told: Callable[[str], None]
+    asked: Inference, made_of: Mapping[str, str], form: Form, count: int, job: Job, told: Callable[[str], None]
 ) -> Iterator[tuple[OutputFile | None, int]]:
     """The file, on the main process, and how many records it has."""
     here: list[OutputFile] = []
     with ExitStack() as stack:
 
         def begin() -> int:
-            here.append(stack.enter_context(OutputFile.open(path, made_of, told, form)))
+            here.append(stack.enter_context(OutputFile.open(asked.out, made_of, told, form)))
+            note_checked(asked.out, made_of, count)
             return here[0].done
 
         done = job.dist.on_main(begin)
@@ -207,74 +182,3 @@ def _opened(
 def _add(out: OutputFile | None, lines: list[dict[str, Any]]) -> None:
     if out is not None:
         out.add(lines)
-
-
-def _gathered(job: Job, collector: Collector, batches: Batches, form: Form) -> list[tuple[dict[str, Any], Tokens]]:
-    """The lines of the records that all ranks have read, in order; on every rank."""
-    found: dict[int, tuple[Tokens, dict[str, dict[str, Any]]]] = {}
-    mine = {
-        number: (batches.taken[number], {output: _kept(fields, form) for output, fields in outputs.items()})
-        for number, outputs in collector.found.items()
-    }
-    for part in job.dist.gather_objects(mine):
-        for number, (one, outputs) in part.items():
-            found.setdefault(number, (one, {}))[1].update(outputs)
-    collector.found.clear()
-    batches.taken.clear()
-    return [(_line(*found[number], collector.chosen.names), found[number][0]) for number in sorted(found)]
-
-
-def _kept(fields: Mapping[str, Any], form: Form) -> dict[str, Any]:
-    return {name: form.value(value) for name, value in fields.items()}
-
-
-def _line(one: Tokens, outputs: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """A record's line."""
-    fields = {name: value for output in names for name, value in outputs[output].items()}
-    cut = {"cut": one.cut} if one.cut else {}
-    return {"record": one.number} | ({} if one.id is None else {"id": one.id}) | fields | cut
-
-
-class _Written:
-    """A count of the records that this command has written."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._tokens = self._not_finite = self._cut = 0
-
-    def add(self, found: list[tuple[dict[str, Any], Tokens]]) -> list[dict[str, Any]]:
-        """Count some records; gives their lines."""
-        for line, one in found:
-            self._tokens += len(one.ids)
-            self._cut += bool(one.cut)
-            self._not_finite += not _finite(line)
-        return [line for line, _ in found]
-
-    @property
-    def speed(self) -> float:
-        """Tokens in a second."""
-        return self._tokens / max(time.monotonic() - self._began, 1e-9)
-
-    def result(self, found: Inferred) -> Inferred:
-        seconds = time.monotonic() - self._began
-        return replace(found, tokens=self._tokens, seconds=seconds, not_finite=self._not_finite, cut=self._cut)
-
-
-def _longest(model: Model) -> int:
-    """Tokens that the model reads at once."""
-    return min((int(getattr(part, "max_sequence", _UNLIMITED)) for part in model.parts), default=_UNLIMITED)
-
-
-def _of_tokens(job: Job) -> bool:
-    return job.hooks.gives("head") == "token_logits"
-
-
-def _finite(value: Any) -> bool:
-    """True if every number in it is finite."""
-    if isinstance(value, dict):
-        return all(map(_finite, value.values()))
-    if isinstance(value, list):
-        return all(map(_finite, value))
-    if isinstance(value, np.ndarray):
-        return bool(np.isfinite(value).all())
-    return not isinstance(value, float) or math.isfinite(value)

@@ -15,8 +15,9 @@ from forge_train_kit.lock import take
 
 from .forms import Form, JSONLines, Line
 
-_STATE = "job.json"
+_STATE, _CHECKED = "job.json", "checked.json"
 _MOST = 1 << 20
+_CHECKED_SHAPE = {"made_of": {"*": str}, "records": COUNT}
 _SHAPE = {"made_of": {"*": str}, "records": COUNT, "bytes": COUNT}
 
 
@@ -117,3 +118,23 @@ class OutputFile:
 def partial_folder(path: Path) -> Path:
     """The folder of what is not finished."""
     return path.with_name(f"{path.name}.partial")
+
+
+def records_checked(path: Path, made_of: Mapping[str, str]) -> int:
+    """The number of records, if all of them were checked for this file before; else 0."""
+    try:
+        found = load_json(partial_folder(path) / _CHECKED, most=_MOST)
+    except (OSError, ValueError):
+        return 0
+    same = not odd(found, _CHECKED_SHAPE) and found["made_of"] == dict(made_of)
+    return int(found["records"]) if same else 0
+
+
+def note_checked(path: Path, made_of: Mapping[str, str], records: int) -> None:
+    """Remember that all records were checked, in the folder of what is not finished.
+
+    Raises:
+        DiskError: the disk refuses.
+    """
+    with disk_errors(partial_folder(path)):
+        write_json(partial_folder(path) / _CHECKED, {"made_of": dict(made_of), "records": records})

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge_train import Batch, Job
+from forge_train import MASKED, Batch, Job
 from forge_train.base.errors import ConfigError, PluginError, nearest
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Task
-from forge_train_kit.model import full_tensor, row_log_probabilities
+from forge_train_kit.model import full_tensor, row_log_probabilities, sum_of_slices, token_log_probabilities
 
 from ..hookspecs import record_outputs
-from .batches import RECORD
+from .batches import ROW
 from .forms import shortest
 from .layers import layer_outputs, watched
 from .reduced import at_last, mean_of
@@ -30,7 +30,7 @@ __all__ = ["Chosen", "Collector", "Compute", "at_last", "choose", "mean_of", "pl
 
 Compute = Callable[[nn.Module, Tensor, Batch], Mapping[str, Any]]
 """One output: see the hook `record_outputs`."""
-LOG_LIKELIHOOD, OTHERS = "log_likelihood", "outputs"
+LOG_LIKELIHOOD, PER_TOKEN, OTHERS = "log_likelihood", "per_token", "outputs"
 REDUCTIONS: Mapping[str, Callable[[Job, Tensor, Batch], Tensor]] = {"hidden": at_last, "hidden_mean": mean_of}
 """Outputs that are vectors of hidden states, of the model or of a layer."""
 
@@ -44,7 +44,7 @@ def choose(job: Job, task: Task, model: Model, names: Sequence[str]) -> Chosen:
     named = dict(record_outputs(job, task))
     known: dict[str, Compute] = {name: partial(_reduced, job, name) for name in REDUCTIONS}
     if job.hooks.gives("head") == "token_logits":
-        known[LOG_LIKELIHOOD] = partial(_log_likelihood, job)
+        known |= {LOG_LIKELIHOOD: partial(_log_likelihood, job), PER_TOKEN: partial(_per_token, job)}
     for plugin, found in named.items():
         if twice := sorted(known.keys() & found.keys()):
             raise ConfigError(f"{job.hooks.whose('record_outputs', plugin)}: there is another output {twice[0]!r}.")
@@ -95,7 +95,7 @@ class Collector:
     job: Job
     chosen: Chosen
     found: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """Number of a record → output → its fields; of this rank's part of the model."""
+    """Number of a row → output → its fields; of this rank's part of the model."""
 
     def measure(self, part: nn.Module, hidden: Tensor, batch: Batch) -> None:
         """Take the outputs of the last part for a micro-batch."""
@@ -114,7 +114,7 @@ class Collector:
         self._keep(output, {output: reduce(self.job, hidden, batch)}, batch)
 
     def _keep(self, output: str, fields: Mapping[str, Any], batch: Batch) -> None:
-        numbers = batch.targets[RECORD].tolist()
+        numbers = batch.targets[ROW].tolist()
         for name, values in fields.items():
             if len(values) != len(numbers):
                 raise PluginError(
@@ -129,6 +129,18 @@ class Collector:
 def _log_likelihood(job: Job, part: nn.Module, hidden: Tensor, batch: Batch) -> dict[str, Any]:
     sums, counts = row_log_probabilities(hidden, part.get_submodule("head"), batch.labels, job, gathered=True)
     return {"log_likelihood": sums, "tokens": [int(count) for count in counts.tolist()]}
+
+
+def _per_token(job: Job, part: nn.Module, hidden: Tensor, batch: Batch) -> dict[str, Any]:
+    """The log-probability of each token that is asked for; whoever has the record adds what token that is."""
+    each = token_log_probabilities(hidden, part.get_submodule("head"), batch.labels, gathered=True)
+    asked = batch.labels != MASKED
+    if batch.positions is not None:  # of slices of the sequences: all of their places
+        length = batch.positions.numel() * job.dist.layout.cp
+        spread = [one.new_zeros(len(one), length).index_copy_(1, batch.positions, one) for one in (each, asked.float())]
+        each, asked = sum_of_slices(spread[0], job), sum_of_slices(spread[1], job) > 0
+    rows = zip(each.cpu().numpy(), asked.cpu().numpy(), strict=True)
+    return {"token_log_probabilities": [values[kept] for values, kept in rows]}
 
 
 def _reduced(job: Job, name: str, part: nn.Module, hidden: Tensor, batch: Batch) -> dict[str, Any]:

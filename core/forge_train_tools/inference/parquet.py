@@ -28,7 +28,7 @@ class Parquet:
         ConfigError: pyarrow is not installed.
     """
 
-    file = "records.packed"
+    file, lists = "records.packed", True
 
     def __init__(self, out: Path) -> None:
         if not find_spec("pyarrow"):

@@ -28,7 +28,7 @@ class Tensors:
         out: the file, for messages.
     """
 
-    file = "records.packed"
+    file, lists = "records.packed", False
 
     def __init__(self, out: Path) -> None:
         self._out = out

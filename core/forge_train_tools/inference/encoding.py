@@ -1,0 +1,142 @@
+"""Records as tokens, and which of these are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forge_train.base.errors import ConfigError
+from forge_train_kit.data.encoders import OffsetEncoder
+from forge_train_kit.data.formats import utf8
+from forge_train_kit.tokenizer import Tokenizer
+
+from .chats import Chats, is_chat
+
+PROMPT, COMPLETION, ID = "prompt", "completion", "id"
+Long = Literal["refuse", "left", "windows"]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A record as the model reads it."""
+
+    number: int
+    """Its place among all records, from 0."""
+    id: Any
+    """Its value under `id`; None without."""
+    ids: NDArray[np.int32]
+    """At least one."""
+    asked: tuple[Span, ...]
+    """Start and end (exclusive) of the tokens whose probability is asked for, from 1 on, in order and apart."""
+    cut: int = 0
+    """Number of tokens that were left out on the left."""
+    offsets: NDArray[np.int32] | None = None
+    """Start and end of each token's characters in the record's text, `[tokens, 2]`, if asked for."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes texts, prompts with a completion, and chats.
+
+    A completion's tokens are those of the whole text after the prompt's; white space at the end of a prompt belongs to
+    the completion, as in lm-evaluation-harness. A text has the tokenizer's beginning before it, and nothing else. Of a
+    chat, the tokens are asked for that training would learn.
+
+    Args:
+        tokenizer: of the model.
+        chats: renders chats.
+        field: of the text; empty for `text`, for `prompt` and `completion`, or for a chat's.
+        longest: tokens that the model reads at once.
+        long: treatment of longer records: refused, cut on their left, or, if texts, read in windows.
+        scored: whether the probability of tokens is asked for.
+        located: whether the place of tokens in the text is asked for.
+    """
+
+    tokenizer: Tokenizer
+    chats: Chats
+    field: str
+    longest: int
+    long: Long
+    scored: bool = True
+    located: bool = False
+
+    def __call__(self, number: int, where: str, record: Mapping[str, Any]) -> Tokens:
+        """A record as tokens.
+
+        Raises:
+            ConfigError: it lacks the field, has no token to ask for, or is too long.
+        """
+        name = self.field or ("text" if PROMPT not in record else "")
+        if not self.field and is_chat(record):
+            name, (text, ids, asked) = "", self.chats.encoded(record, where, scored=self.scored)
+            begin: Sequence[int] = ()
+        else:
+            text, begin, ids, asked = self._text(record, name, where)
+        if len(ids) < 1 + self.scored or (self.scored and not asked):
+            raise ConfigError(f"{where}: has no token that could be asked for; leave it out.")
+        offsets = self._offsets(text, len(begin), len(ids)) if self.located else None
+        found = Tokens(number, record.get(ID), np.asarray(ids, np.int32), asked, 0, offsets)
+        return self._fitted(found, where, text=bool(name), chat=not name and COMPLETION not in record)
+
+    def _text(
+        self, record: Mapping[str, Any], name: str, where: str
+    ) -> tuple[str, list[int], list[int], tuple[Span, ...]]:
+        """Text, tokens before it, all tokens, and which are asked for."""
+        if name:
+            before, text = "", _string(record, name, where)
+        else:
+            before, text = _string(record, PROMPT, where), _string(record, COMPLETION, where)
+            kept = before.rstrip()
+            before, text = kept, before[len(kept) :] + text
+        whole, begin = self.tokenizer.encode(before + text), list(self.tokenizer.begin)
+        if begin and whole[: len(begin)] == begin:  # as templates write it
+            begin = []
+        elif not (name or before or begin) and self.tokenizer.end is not None:
+            begin = [self.tokenizer.end]  # as for text that is generated without a prompt
+        given = len(self.tokenizer.encode(before)) if before else 0
+        ids, given = [*begin, *whole], max(len(begin) + given, 1)  # nothing precedes the very first token
+        return before + text, begin, ids, ((given, len(ids)),) if given < len(ids) else ()
+
+    def _fitted(self, one: Tokens, where: str, *, text: bool, chat: bool) -> Tokens:
+        """A record that the model reads at once, or in windows."""
+        size = len(one.ids)
+        cut = size - self.longest
+        if cut <= 0 or (self.long == "windows" and text):
+            return one
+        if self.long != "left":
+            if self.long == "windows":
+                way_out = "Only texts are read in windows. Shorten it, or cut such records on their left: --long left."
+            else:
+                way_out = "Shorten it, or cut such records on their left: --long left."
+            raise ConfigError(f"{where}: has {size:,} tokens, and the model reads {self.longest:,} at once. {way_out}")
+        first = 1 if text or chat else one.asked[0][0] - cut if one.asked else 1
+        if first < 1:
+            raise ConfigError(
+                f"{where}: what is asked for has {size - one.asked[0][0]:,} tokens, and the model reads "
+                f"{self.longest:,} at once, one of them before it. Split the record."
+            )
+        asked = tuple((max(start - cut, 1), stop - cut) for start, stop in one.asked if stop - cut > 1)
+        if self.scored and not asked:
+            raise ConfigError(f"{where}: nothing that is asked for is left of it when it is cut. Split the record.")
+        offsets = None if one.offsets is None else one.offsets[cut:]
+        return Tokens(one.number, one.id, one.ids[cut:], asked, cut, offsets)
+
+    def _offsets(self, text: str, before: int, size: int) -> NDArray[np.int32] | None:
+        """Places of a record's tokens in its text; those before it, and an end after it, are empty."""
+        if not isinstance(self.tokenizer, OffsetEncoder):
+            return None
+        found = [(0, 0)] * before + list(self.tokenizer.encode_with_offsets(text)[1])
+        return np.asarray(found + [(len(text), len(text))] * (size - len(found)), np.int32).reshape(-1, 2)
+
+
+def _string(record: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(text := record.get(name), str):
+        there = ", ".join(map(repr, record)) or "none"
+        raise ConfigError(f"{where}: expected a text under {name!r} (--field); the fields are {there}.")
+    utf8(text, f"{where}: {name!r}")
+    return text
