@@ -121,7 +121,7 @@ class Slots:
 
 
 class RowMemory:
-    """Tensors of each row, such as a state, which every forward replaces."""
+    """Tensors of each row, such as a state, which every forward replaces. Rows that do not count have some, too."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
@@ -129,17 +129,20 @@ class RowMemory:
         slots.keep(self)
 
     def take(self) -> list[Tensor]:
-        """Return what is kept of the rows that continue, `[rows, …]` each; nothing of a row that begins."""
-        return [one[: self.slots.active] for one in self._held] if self.slots.row is None else []
+        """Return what is kept of the rows of a forward, `[rows, …]` each; nothing of a row that begins."""
+        return [one[self._rows] for one in self._held] if self.slots.row is None else []
 
     def put(self, *values: Tensor) -> None:
         """Keep these, with the same axes."""
-        slots = self.slots
         if not self._held:
-            self._held = [one.new_zeros(slots.count, *one.shape[1:]) for one in values]
-        some = slice(slots.active) if slots.row is None else slice(slots.row, slots.row + 1)
+            self._held = [one.new_zeros(_rounded(self.slots.count, TOGETHER), *one.shape[1:]) for one in values]
         for held, value in zip(self._held, values, strict=True):
-            held[some] = value
+            held[self._rows] = value
+
+    @property
+    def _rows(self) -> slice:
+        row = self.slots.row
+        return slice(_rounded(self.slots.active, TOGETHER)) if row is None else slice(row, row + 1)
 
     def resize(self) -> None:
         """Sizes do not depend on the number of positions."""
@@ -227,5 +230,5 @@ def filled(values: Sequence[int], filler: int) -> list[int]:
     return [*values, *[filler] * (-len(values) % TOGETHER)]
 
 
-def _rounded(positions: int) -> int:
-    return -(-positions // UNIT) * UNIT
+def _rounded(count: int, unit: int = UNIT) -> int:
+    return -(-count // unit) * unit

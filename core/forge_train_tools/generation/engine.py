@@ -117,15 +117,15 @@ class _Run:
         most = max(len(replica.waiting) for replica in self._replicas)
         if not most:
             return
-        needed = max((row.prompt + row.most for row in self._mine.waiting), default=1)
         if self._memory is None:
-            self._memory = memory_for(self._job, self._model, max(len(self._mine.waiting), 1), needed)
-        self._memory.grow(needed)
+            longest = max(map(_length, self._mine.waiting), default=1)
+            self._memory = memory_for(self._job, self._model, max(len(self._mine.waiting), 1), longest)
         found: list[Tensor | None] = []
         for at in range(most):
             row = self._mine.waiting[at] if at < len(self._mine.waiting) else None
             place = len(self._mine.active) + at
-            logits = self._forwards(self._memory.begin(place, row.ids) if row else self._memory.idle())
+            call = self._memory.begin(place, row.ids, _length(row)) if row else self._memory.idle()
+            logits = self._forwards(call)
             found.append(None if logits is None or row is None else logits[0])
         begun = [[*replica.waiting] for replica in self._replicas]
         for replica in self._replicas:
@@ -191,6 +191,10 @@ class _Run:
                 module.training = mode
             self._forwards.close()
             self._model.free_gathered()
+
+
+def _length(row: Row) -> int:
+    return row.prompt + row.most
 
 
 def _choice(row: Row, logits: Tensor | None) -> Any:

@@ -20,8 +20,8 @@ from .forwards import Call
 class Memory(Protocol):
     """The rows of one data-parallel rank, at places from 0. A rank without work makes its calls, too."""
 
-    def begin(self, place: int, ids: Sequence[int]) -> Call:
-        """The first forward of a row."""
+    def begin(self, place: int, ids: Sequence[int], length: int) -> Call:
+        """The first forward of a row that may grow to a length."""
         ...
 
     def advance(self, rows: Sequence[Sequence[int]], most: int) -> list[Call]:
@@ -35,10 +35,6 @@ class Memory(Protocol):
 
     def idle(self) -> Call:
         """A forward of nothing that counts."""
-        ...
-
-    def grow(self, capacity: int) -> None:
-        """Make room for rows of this length."""
         ...
 
     def end(self, place: int, last: int) -> None:
@@ -81,7 +77,8 @@ class SideBySide:
     def __init__(self, slots: Slots, caches: Mapping[int, Any]) -> None:
         self._slots, self._caches = slots, caches
 
-    def begin(self, place: int, ids: Sequence[int]) -> Call:
+    def begin(self, place: int, ids: Sequence[int], length: int) -> Call:
+        self._slots.grow(length)
         self._slots.begin(place, len(ids))
         given = _tensor([ids], self._slots.device)
         positions = torch.arange(len(ids), device=self._slots.device)[None]
@@ -98,9 +95,6 @@ class SideBySide:
     def idle(self) -> Call:
         return Call(_tensor([[0]], self._slots.device))
 
-    def grow(self, capacity: int) -> None:
-        self._slots.grow(capacity)
-
     def end(self, place: int, last: int) -> None:
         self._slots.end(place, last)
 
@@ -111,12 +105,11 @@ class OneByOne:
     def __init__(self, job: Job, model: Model) -> None:
         self._job, self._model = job, model
         self._caches: list[dict[int, Any] | None] = []
-        self._capacity = 0
 
-    def begin(self, place: int, ids: Sequence[int]) -> Call:
+    def begin(self, place: int, ids: Sequence[int], length: int) -> Call:
         caches = None
         if continues(self._job):
-            made = {at: new_cache(part, self._capacity) for at, part in enumerate(self._model.parts)}
+            made = {at: new_cache(part, length) for at, part in enumerate(self._model.parts)}
             caches = None if any(one is None for one in made.values()) else made
         self._caches[place:] = [caches]
         return self._call(ids, caches)
@@ -130,9 +123,6 @@ class OneByOne:
 
     def idle(self) -> Call:
         return self._call([0], None)
-
-    def grow(self, capacity: int) -> None:
-        self._capacity = capacity
 
     def end(self, place: int, last: int) -> None:
         self._caches[place] = self._caches[last]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from forge_train import Init
 from forge_train.mesh.tensors import local
 from forge_train_kit.layers import Layer
-from forge_train_kit.model import Linear, RMSNorm, TensorStyle, flops_per_token
+from forge_train_kit.model import Linear, RMSNorm, RowMemory, Slots, TensorStyle, flops_per_token
 
 from .rule import in_chunks, in_steps
 
@@ -49,10 +50,9 @@ class DeltaCache:
         self.capacity = length
         self.length = 0
         """Number of positions so far."""
-        self.state: Tensor | None = None
-        """`[batch, heads, k_dim, v_dim]` in fp32."""
-        self.tails: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-        """`[batch, taps - 1, heads, features]` of queries, keys and values."""
+        self.held: list[Tensor] = []
+        """The state, `[batch, heads, k_dim, v_dim]` in fp32; then of queries, keys and values `[batch, taps - 1, heads,
+        features]`. Nothing at the beginning."""
 
     def expect(self, batch: int, positions: int) -> None:
         """Check that these positions fit.
@@ -182,7 +182,7 @@ class GatedDeltaNet(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        cache: DeltaCache | None = None,
+        cache: DeltaCache | RowMemory | None = None,
     ) -> Tensor:
         """`[batch, sequence, dim]` → the same; `document_ids`: `[batch, sequence]` int64 or None.
 
@@ -195,6 +195,11 @@ class GatedDeltaNet(nn.Module):
         inputs = q, k, v, self.alpha(x)[..., None], self.beta(x)[..., None]
         if cache is None:
             mixed = self.recurrence(*inputs, document_ids=document_ids)
+        elif isinstance(cache, RowMemory):
+            held = cache.take()
+            mixed, *then = self._run(inputs, document_ids, (0, 1), held)
+            cache.put(*then)
+            mixed = mixed.to(v.dtype)
         else:
             mixed = self._continued(inputs, document_ids, cache)
         out = self.norm(mixed) * F.silu(gate.to(torch.promote_types(gate.dtype, torch.float32)))
@@ -226,6 +231,9 @@ class GatedDeltaNet(nn.Module):
     def new_cache(self, batch: int, length: int) -> DeltaCache:
         return DeltaCache(batch, length)
 
+    def new_slots(self, slots: Slots) -> RowMemory:
+        return RowMemory(slots)
+
     def flops_per_token(self, sequence: int) -> int:
         """Counts the state as read twice, for the key and the query, and written once, at any length."""
         return flops_per_token(sequence, weights=self.weights + 3 * self.heads * self.sizes.k_dim * self.sizes.v_dim)
@@ -241,17 +249,16 @@ class GatedDeltaNet(nn.Module):
         cache.expect(*v.shape[:2])
         if cache.length and document_ids is not None:
             raise ValueError("A cache does not store document ids; pass document_ids only with an empty cache.")
-        mixed, cache.state, cache.tails = self._run(inputs, document_ids, (0, 1), cache)
+        mixed, *cache.held = self._run(inputs, document_ids, (0, 1), cache.held)
         cache.length += v.shape[1]
         return mixed.to(v.dtype)
 
     def _run(
-        self, inputs: tuple[Tensor, ...], document_ids: Tensor | None, part: Part, cache: DeltaCache | None = None
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """The outputs, and the state and tails that follow."""
+        self, inputs: tuple[Tensor, ...], document_ids: Tensor | None, part: Part, held: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
+        """The outputs, and the state and tails that follow, from those before (`DeltaCache.held`)."""
         alpha, beta = (x[..., 0] for x in inputs[3:])
-        tails = (None, None, None) if cache is None else cache.tails
-        state = None if cache is None else cache.state
+        state, *tails = held or (None, None, None, None)
         convolutions = zip((self.q_conv, self.k_conv, self.v_conv), inputs[:3], tails, strict=True)
         pairs = [one(x, tail, document_ids, part) for one, x, tail in convolutions]
         q, k, v = (one for one, _ in pairs)
@@ -261,7 +268,7 @@ class GatedDeltaNet(nn.Module):
             out, state = in_steps(q, k, v, g, strength, state)
         else:
             out, state = in_chunks(q, k, v, g, strength, size=self.chunk, state=state, document_ids=document_ids)
-        return out, state, (pairs[0][1], pairs[1][1], pairs[2][1])
+        return out, state, *(tail for _, tail in pairs)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train_kit.layers import AttentionKernel, AttentionOptions, Layer
-from forge_train_kit.model import AttentionDropout, KVCache, Linear, RMSNorm, RoPE, TensorStyle, flops_per_token
+from forge_train_kit.model import (
+    AttentionDropout,
+    KVCache,
+    Linear,
+    PositionMemory,
+    RMSNorm,
+    RoPE,
+    Slots,
+    TensorStyle,
+    flops_per_token,
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,12 @@ class LatentCache(KVCache):
         super().__init__(batch, length)
         self.expansion: Tensor | None = None
         """The weights that expand a latent to keys and values, `[kv_rank, heads, features]`."""
+
+
+class LatentSlots(PositionMemory):
+    """The same of rows that are generated side by side."""
+
+    expansion: Tensor | None = None
 
 
 class LatentAttention(nn.Module):
@@ -94,7 +110,7 @@ class LatentAttention(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        cache: LatentCache | None = None,
+        cache: LatentCache | LatentSlots | None = None,
     ) -> Tensor:
         """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` int64 or None.
 
@@ -108,17 +124,29 @@ class LatentAttention(nn.Module):
         k_rotated_BTP = self._rotate(k_rotated_BTP[:, :, None], position_ids)[:, :, 0]
         if cache is None:
             return self._plain(q_BTHD, latent_BTR, k_rotated_BTP, document_ids)
-        earlier = cache.length
         both = torch.cat((latent_BTR, k_rotated_BTP), -1)
+        if isinstance(cache, LatentSlots):
+            if (found := cache.add(both)) is None:
+                return self._plain(q_BTHD, latent_BTR, k_rotated_BTP, document_ids)
+            ((seen_BSL,), lengths) = found
+            beyond = torch.arange(seen_BSL.shape[1], device=x.device) < lengths[:, None]
+            return self._absorbed(q_BTHD, seen_BSL, cache, beyond[:, None, None])
+        earlier = cache.length
         seen_BSL, _ = cache.append(both, both[..., :0])
         if not earlier:
             return self._plain(q_BTHD, latent_BTR, k_rotated_BTP, document_ids)
         if document_ids is not None:
             raise ValueError("A cache does not store document ids; pass document_ids only with an empty cache.")
-        return self._absorbed(q_BTHD, seen_BSL, cache)
+        queries, keys, seen = x.shape[1], seen_BSL.shape[1], None
+        if queries > 1:
+            seen = torch.ones(queries, keys, dtype=torch.bool, device=x.device).tril(keys - queries)
+        return self._absorbed(q_BTHD, seen_BSL, cache, seen)
 
     def new_cache(self, batch: int, length: int) -> LatentCache:
         return LatentCache(batch, length)
+
+    def new_slots(self, slots: Slots) -> LatentSlots:
+        return LatentSlots(slots)
 
     def flops_per_token(self, sequence: int) -> int:
         width = self.heads * (self.sizes.head + self.sizes.value) // 2  # the logits cost one, the sums the other
@@ -159,11 +187,13 @@ class LatentAttention(nn.Module):
         mixed: Tensor = self.o(out_BTHV.flatten(2))
         return mixed
 
-    def _absorbed(self, q_BTHD: Tensor, seen_BSL: Tensor, cache: LatentCache) -> Tensor:
+    def _absorbed(
+        self, q_BTHD: Tensor, seen_BSL: Tensor, cache: LatentCache | LatentSlots, seen: Tensor | None
+    ) -> Tensor:
         """Attention on latents, which all heads share: the weights that make keys are applied to queries, and those
         that make values to the result (arXiv:2405.04434, §2.1.2). The kernel is not used: few accept heads as wide as a
         latent."""
-        sizes, queries, keys = self.sizes, q_BTHD.shape[1], seen_BSL.shape[1]
+        sizes = self.sizes
         if cache.expansion is None:
             # Through the module, because a plugin may have replaced it, with an adapter for example.
             unit = torch.eye(sizes.kv_rank, dtype=q_BTHD.dtype, device=q_BTHD.device)
@@ -172,12 +202,11 @@ class LatentAttention(nn.Module):
         plain, rotated = torch.split(q_BTHD, [sizes.plain, sizes.rotated], -1)
         query_BHTL = torch.cat((torch.einsum("bthd,rhd->bhtr", plain, to_key_RHD), rotated.transpose(1, 2)), -1)
         shared = seen_BSL[:, None]
-        seen = None
-        if queries > 1:
-            seen = torch.ones(queries, keys, dtype=torch.bool, device=q_BTHD.device).tril(keys - queries)
         found_BHTL = F.scaled_dot_product_attention(
-            query_BHTL, shared, shared, attn_mask=seen, scale=self.scale, enable_gqa=True
+            query_BHTL[: len(shared)], shared, shared, attn_mask=seen, scale=self.scale, enable_gqa=True
         )
+        if isinstance(cache, LatentSlots):
+            found_BHTL = cache.slots.outward(found_BHTL)
         out_BTHV = torch.einsum("bhtr,rhv->bthv", found_BHTL[..., : sizes.kv_rank], to_value_RHV)
         mixed: Tensor = self.o(out_BTHV.flatten(2))
         return mixed
