@@ -15,6 +15,8 @@ from crossed import marked
 from forge_train import ConfigError, Model
 from forge_train_kit.model import Dropout
 from forge_train_kit.model.chunks import chosen
+from forge_train_tools.generation.memory import OneByOne, SideBySide, memory_for
+from generation_rows import generated, recomputed, requests, worst
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit]
@@ -171,6 +173,21 @@ def test_tokens_one_by_one_give_what_a_row_gives(tmp_path: Path, kind: str) -> N
         whole, cache = part(row), part.new_cache(1, 10)
         steps = [part(row[:, :3], cache=cache), *(part(row[:, at : at + 1], cache=cache) for at in range(3, 10))]
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+ALONE = hf_models.JOINED
+"""Types whose rows are computed one by one."""
+TOGETHER = ("bloom", "cohere2", "opt")
+
+
+@pytest.mark.parametrize("kind", marked(KINDS, [kind for kind in KINDS if kind not in TOGETHER]))
+def test_rows_side_by_side_give_what_each_gives_alone(tmp_path: Path, kind: str) -> None:
+    job, model = hf_models.composed(tmp_path, kind)
+    assert isinstance(memory_for(job, model, 2, 20), OneByOne if kind in ALONE else SideBySide)
+    rows = [requests(5, vocabulary=hf_models.VOCABULARY) for _ in range(3)]
+    wanted = [recomputed(job, model, row) for row in rows[0]]
+    assert worst(generated(job, model, rows[1], 3), wanted) <= 1e-6
+    assert worst(generated(job, model, rows[2], 1), wanted) <= 1e-6
 
 
 def test_weights_of_a_folder_are_the_first_ones(tmp_path: Path) -> None:

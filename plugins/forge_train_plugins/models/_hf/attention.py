@@ -18,6 +18,7 @@ from forge_train import ConfigError
 from forge_train.base.errors import describe
 from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.layers import AttentionKernel, AttentionOptions
+from forge_train_kit.model import SlotCache, Slots
 
 log = logging.getLogger("forge_train")
 
@@ -48,12 +49,28 @@ class Asked:
     """Modules that receive document ids."""
 
 
+class ClassSlots:
+    """The caches of a class's attention modules, for rows that are generated side by side. The class passes it on to
+    them; for itself, it has no cache."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots, self._made = slots, dict[int, SlotCache]()
+
+    def of(self, module: nn.Module, options: AttentionOptions) -> SlotCache:
+        """The cache of a module, which is made at its first call."""
+        if id(module) not in self._made:
+            self._made[id(module)] = SlotCache(self._slots, options.window)
+        return self._made[id(module)]
+
+
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     """The interface's function: `[batch, heads, sequence, head_dim]` → `[batch, sequence, heads, head_dim]`."""
+    caches: ClassSlots | None = keywords.pop("slots", None)
     options = _translated(module, attention_mask, keywords)
-    return module.kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options), None
+    given = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), options
+    return module.kernel(*given) if caches is None else caches.of(module, options).attend(module.kernel, *given), None
 
 
 AttentionInterface.register(NAME, attend)

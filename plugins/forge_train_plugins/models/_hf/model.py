@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,16 @@ from transformers import DynamicCache
 
 from forge_train import ConfigError, Init
 from forge_train.compose.initialise import resetting
-from forge_train_kit.model import TensorStyle, flops_per_token
+from forge_train_kit.model import Slots, TensorStyle, flops_per_token
 
 from . import plan
+from .attention import ClassSlots
 from .stages import Staging
 from .weights import Drawn, Stored
 
 HEAD = "head."
+_ROPE = ("rope_parameters", "rope_scaling")
+"""Attributes of a configuration that describe the rotary positions."""
 _LONG = 1 << 20
 """A sequence long enough that the pieces of a tensor-parallel group's ranks are about equally long."""
 
@@ -95,7 +99,8 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """Hidden states `[batch, sequence, dim]` for token ids `[batch, sequence]`, or for the hidden states of the
         previous part; normed in the last part."""
-        asked: dict[str, Any] = {"use_cache": cache is not None}
+        together = isinstance(cache, ClassSlots)
+        asked: dict[str, Any] = {"use_cache": cache is not None and not together}
         if document_ids is not None:
             if not self._facts.isolates:
                 raise ConfigError(f"{no_documents(type(self._inner).__name__)}.")
@@ -106,7 +111,7 @@ class CausalLM(nn.Module):
         if position_ids is not None and "position_ids" in self._takes:
             asked["position_ids"] = position_ids
         if cache is not None:
-            asked["past_key_values"] = cache
+            asked["slots" if together else "past_key_values"] = cache
         if self.head is not None and self._first:
             hidden: Tensor = self._inner(input_ids=x, **asked)[0]
             return hidden
@@ -231,6 +236,21 @@ class CausalLM(nn.Module):
         if "past_key_values" not in self._takes:
             raise TypeError(f"{type(self._inner).__name__} does not accept past_key_values")
         return DynamicCache(config=self.config)
+
+    def new_slots(self, slots: Slots) -> ClassSlots:
+        """Caches for rows that are generated side by side; a forward with them is given positions.
+
+        Raises:
+            TypeError: if the class keeps more than keys and values, or its rows depend on each other's lengths.
+        """
+        config = self.config.get_text_config()
+        others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+        by_length = re.search("dynamic|longrope", str([getattr(config, one, None) for one in _ROPE]))
+        if not self._facts.isolates or "position_ids" not in self._takes or others or by_length:
+            raise TypeError(f"rows of {type(self._inner).__name__} can't continue side by side")
+        if getattr(self._inner, "_is_stateful", False):
+            raise TypeError(f"{type(self._inner).__name__} keeps states")
+        return ClassSlots(slots)
 
 
 def no_documents(name: str) -> str:
