@@ -1,0 +1,52 @@
+"""What `test_rows_on_layouts.py` has ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_train import ForgeError
+from forge_train.compose.compose import compose
+from forge_train.loop.assembly import prepared
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.generation.engine import run
+from forge_train_tools.launching.world import here
+from forge_train_tools.offline.read_only import ReadOnlyRun
+from generation_rows import Greedy, requests, told
+
+MODEL = (
+    *("decoder.dim=32", "decoder.layers=4", "decoder.heads=4", "decoder.kv_heads=2", "decoder.hidden=48"),
+    *("decoder.max_sequence=64", "decoder.std=0.05", "run.device=cpu", "train.steps=3", "train.global_batch=8"),
+    *("train.micro_batch=2", "train.sequence=32"),
+)
+
+
+class Failing(Greedy):
+    """Can't choose its second token."""
+
+    def choose(self, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+        if len(self.ids) > self.prompt:
+            raise ForgeError(f"request {self.number} fails")
+        return super().choose(logits)
+
+
+def rows(plugins: Sequence[str], values: Sequence[str], slots: int, count: int, failing: int = -1) -> Any:
+    """Generate on initial weights; the rows in the order in which they came, and what is left gathered."""
+    request = Request(plugins=tuple(plugins), without=("console", "tensorboard"), set=(*MODEL, *values))
+    with prepared(resolve(request, world=here().size), ReadOnlyRun(Path("nowhere"))) as job:
+        model = compose(job).model
+        asked = requests(count)
+        if failing >= 0:
+            asked[failing] = Failing(failing, asked[failing].ids, 5)
+        model.train()
+        try:
+            found = told(run(job, model, iter(asked), slots=slots))  # type: ignore[arg-type]
+        except ForgeError as error:
+            return str(error)
+        assert all(one.training for _, one in model.named_modules() if isinstance(one, nn.Linear))
+        return found

@@ -1,0 +1,58 @@
+"""Rows that are generated side by side on layouts, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from crossed import marked
+from forge_train_tools.testing import Pool
+
+pytestmark = [pytest.mark.dist]
+
+EXPERTS = ("moe.experts=4", "moe.hidden=16", "moe.top_k=2")
+MLA = ("mla.kv_rank=16", "mla.q_rank=24", "mla.rope_dim=4", "decoder.kv_heads=4")
+DELTA = ("delta_net.heads=4", "delta_net.k_heads=2", "delta_net.k_dim=6", "delta_net.chunk=5")
+DYNAMIC = ("decoder.rope.scaling=dynamic", "decoder.rope.factor=4", "decoder.rope.original_sequence=16")
+LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "fsdp2": (2, ("fsdp2",), (), ()),
+    "tp2": (2, ("tp",), ("parallel.tp=2",), ("decoder.window=6",)),
+    "tp2, latents": (2, ("mla", "tp"), ("parallel.tp=2",), MLA),
+    "ep2": (2, ("moe", "ep", "fsdp2"), ("parallel.ep=2",), EXPERTS),
+    "ep2, rows brought": (2, ("moe", "ep", "alltoall", "fsdp2"), ("parallel.ep=2",), EXPERTS),
+    "pp2": (2, ("pp",), ("parallel.pp=2",), ()),
+    "pp2, interleaved": (2, ("delta_net", "pp"), ("parallel.pp=2", "pp.schedule=interleaved_1f1b"), DELTA),
+    "fsdp2 × tp2": (4, ("fsdp2", "tp"), ("parallel.tp=2",), ()),
+    "fsdp2 × pp2": (4, ("fsdp2", "pp"), ("parallel.pp=2",), ()),
+    "fsdp2 on 3": (3, ("fsdp2",), ("train.global_batch=6",), ()),
+    "fsdp2, row by row": (2, ("fsdp2",), (), DYNAMIC),
+}
+EXTENDED = ("tp2, latents", "ep2, rows brought", "fsdp2 × pp2")
+
+
+@pytest.mark.parametrize("name", marked(LAYOUTS, EXTENDED))
+def test_rows_are_those_of_one_process(ranks: Pool, name: str) -> None:
+    world, plugins, layout, model = LAYOUTS[name]
+    kinds = [one for one in plugins if one in ("moe", "mla", "delta_net")]
+    (wanted,) = ranks.run("rows_cases:rows", 1, plugins=kinds, values=model, slots=3, count=8)
+    everybody = ranks.run("rows_cases:rows", world, plugins=plugins, values=(*model, *layout), slots=3, count=8)
+    assert all(one == everybody[0] for one in everybody), "every rank has every row"
+    assert not isinstance(wanted, str), wanted
+    for (number, ids, logs), (_, others, other) in zip(sorted(everybody[0]), sorted(wanted), strict=True):
+        assert ids == others, number
+        assert (torch.tensor(logs) - torch.tensor(other)).abs().max() <= 1e-6
+
+
+def test_a_rank_without_a_row_keeps_step(ranks: Pool) -> None:
+    (wanted,) = ranks.run("rows_cases:rows", 1, plugins=(), values=(), slots=1, count=2)
+    found = ranks.run("rows_cases:rows", 3, plugins=("fsdp2",), values=("train.global_batch=6",), slots=4, count=2)
+    assert [[row[:2] for row in sorted(one)] for one in found] == [[row[:2] for row in sorted(wanted)]] * 3
+
+
+@pytest.mark.parametrize(("plugins", "layout"), [(("fsdp2",), ()), (("pp",), ("parallel.pp=2",))])
+def test_what_fails_on_one_rank_fails_on_all(ranks: Pool, plugins: tuple[str, ...], layout: tuple[str, ...]) -> None:
+    found = ranks.run("rows_cases:rows", 2, plugins=plugins, values=layout, slots=2, count=4, failing=1)
+    assert found == ["request 1 fails"] * 2
