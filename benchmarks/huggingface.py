@@ -104,7 +104,8 @@ def speak(model: Path) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from forge_train_tools.offline.generate import Completion, Sampling
+    from forge_train_tools.generation.completion import Completion
+    from forge_train_tools.generation.sampling import Sampling
     from forge_train_tools.offline.opening import open_model
 
     torch.set_num_threads(1)

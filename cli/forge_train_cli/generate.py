@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from pathlib import Path
@@ -15,9 +14,10 @@ from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import json_option, plugins_option, set_option
+from .sampling import factors, sampling_options, values
 
 if TYPE_CHECKING:
-    from forge_train_tools.offline.generate import Completion
+    from forge_train_tools.generation.completion import Completion
 
 ENDED = {
     "tokens": "the requested number of tokens",
@@ -30,20 +30,7 @@ ENDED = {
 @click.command(short_help="Continue a text with a trained model.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--prompt", default="", metavar="TEXT", help="The text to continue; - reads it from stdin, unchanged.")
-@click.option("--tokens", default=200, show_default=True, metavar="N", help="The most tokens to generate.")
-@click.option(
-    "--temperature",
-    default=0.8,
-    show_default=True,
-    metavar="T",
-    help="Divides the logits; 0 takes the likeliest token.",
-)
-@click.option("--top-k", default=0, metavar="K", help="Choose among the K likeliest tokens; 0 means all.")
-@click.option(
-    "--top-p", default=1.0, metavar="P", help="Choose among the fewest likeliest tokens whose probabilities reach P."
-)
-@click.option("--seed", default=0, show_default=True, metavar="S", help="The same seed gives the same text.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@sampling_options
 @click.option(
     "--drafts",
     default=0,
@@ -51,12 +38,6 @@ ENDED = {
     help="Let the model's own modules draft N tokens at once; needs --temperature 0.",
 )
 @click.option("--chat", is_flag=True, help="The prompt is a user's message; put it into the model's chat template.")
-@click.option(
-    "--adapter",
-    multiple=True,
-    metavar="DIR[=WEIGHT]",
-    help="Add an adapter of PEFT to the weights, times WEIGHT (1 by default); may be repeated.",
-)
 @plugins_option
 @set_option
 @json_option
@@ -83,12 +64,12 @@ def generate(
     forge generate Qwen3-0.6B --adapter polite --adapter brief=0.5 --prompt "Dear"
     """
     from forge_train_tools import open_model
-    from forge_train_tools.offline.generate import Sampling
+    from forge_train_tools.generation.sampling import Sampling
 
     sampling = Sampling(**choices)
     prompt = _stdin() if prompt == "-" else prompt
-    adapters = _factors(adapter)
-    opened = open_model(path, plugins=plugins, set=_values(assignments), adapters=adapters)
+    adapters = factors(adapter)
+    opened = open_model(path, plugins=plugins, set=values(assignments), adapters=adapters)
     completion = opened.complete(prompt, sampling, chat=chat)
     started = time.perf_counter()
     if not as_json:
@@ -111,44 +92,6 @@ def generate(
         if sampling.drafts:
             result["drafts"] = {"proposed": completion.drafts.proposed, "accepted": completion.drafts.accepted}
         click.echo(dumps(result))
-
-
-def _factors(adapters: tuple[str, ...]) -> dict[str, float]:
-    """Folder → factor.
-
-    Raises:
-        ConfigError: for a factor that is none, and a folder given twice.
-    """
-    found: dict[str, float] = {}
-    for one in adapters:
-        folder, equals, factor = one.rpartition("=")
-        if not equals or Path(one).is_dir():  # which may have the sign in its name
-            folder, factor = one, "1"
-        try:
-            number = float(factor)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            raise ConfigError(f"--adapter {one}: {factor!r} is no finite number.")
-        if folder in found:
-            raise ConfigError(f"--adapter {folder}: given twice.")
-        found[folder] = number
-    return found
-
-
-def _values(assignments: tuple[str, ...]) -> dict[str, str]:
-    """Key → value.
-
-    Raises:
-        ConfigError: for what is no assignment.
-    """
-    found = dict[str, str]()
-    for one in assignments:
-        key, equals, value = one.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {one!r}: expected key=value, like train.init_from=runs/first.")
-        found[key.strip()] = value.strip()
-    return found
 
 
 def _stdin() -> str:

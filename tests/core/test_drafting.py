@@ -12,7 +12,8 @@ import torch
 from forge_train import ConfigError
 from forge_train_cli.app import run as forge
 from forge_train_kit import hookspecs
-from forge_train_tools.offline.generate import Completion, Sampling
+from forge_train_tools.generation.completion import Completion
+from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.testing import TinyRun, run_forge
 
 MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Generation: how tokens are drawn, what becomes of them, and what is left as it was."""
+"""Generation: what becomes of tokens, and what is left as it was."""
 
 from __future__ import annotations
 
@@ -20,50 +20,14 @@ import tiny_models
 from forge_train import ConfigError, ForgeError
 from forge_train_cli.app import run as forge
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
-from forge_train_tools.offline.generate import Completion, Sampling, _Stops, _Stream, choose
+from forge_train_tools.generation.completion import Completion
+from forge_train_tools.generation.sampling import Sampling
+from forge_train_tools.generation.texts import Stops, Stream
 
 GREEDY = Sampling(tokens=20, temperature=0)
 
 
-# -- drawing ---------------------------------------------------------------------------------------------------------
-
-
-def oracle(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
-    """Token → probability, worked out by hand."""
-    weights = {token: math.exp(value / temperature) for token, value in enumerate(logits)}
-    ranked = sorted(weights, key=lambda token: -weights[token])[: top_k or None]
-    total = sum(weights[token] for token in ranked)
-    kept, reached = [], 0.0
-    for token in ranked:
-        if reached >= top_p:
-            break
-        kept.append(token)
-        reached += weights[token] / total
-    total = sum(weights[token] for token in kept)
-    return {token: weights[token] / total for token in kept}
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.6), (2.0, 4, 0.7), (1.0, 1, 1.0), (1.0, 0, 0.01)],
-)
-def test_tokens_are_drawn_as_the_oracle_says(temperature: float, top_k: int, top_p: float) -> None:
-    logits = [0.3, 2.0, -1.0, 1.2, 0.0, 1.9]
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    generator = torch.Generator().manual_seed(1)
-    drawn = [choose(torch.tensor(logits), sampling, generator) for _ in range(3000)]
-    expected = oracle(logits, temperature, top_k, top_p)
-    assert set(drawn) == expected.keys()
-    for token, probability in expected.items():
-        assert drawn.count(token) / 3000 == pytest.approx(probability, abs=0.04)
-
-
-@pytest.mark.unit
-def test_the_coldest_temperatures_take_the_likeliest_token() -> None:
-    logits = torch.tensor([1.0, 5.0, 4.999, -math.inf])
-    for temperature in (0.0, 1e-40, 1e-6):
-        assert choose(logits, Sampling(temperature=temperature), torch.Generator()) == 1
+# -- values ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.unit
@@ -77,6 +41,10 @@ def test_the_coldest_temperatures_take_the_likeliest_token() -> None:
         ({"top_p": 0.0}, ["top_p"]),
         ({"top_p": math.nan}, ["top_p"]),
         ({"top_p": 1.1, "seed": -1, "stop": ("a", "")}, ["top_p", "seed", "stop"]),
+        ({"min_p": -0.1, "repetition_penalty": -1.0}, ["min_p", "repetition_penalty"]),
+        ({"min_p": 1.5, "repetition_penalty": 0.0}, ["min_p", "repetition_penalty"]),
+        ({"min_p": math.nan, "repetition_penalty": math.nan}, ["min_p", "repetition_penalty"]),
+        ({"temperature": 0, "drafts": 1, "repetition_penalty": 1.1}, ["repetition_penalty"]),
     ],
 )
 def test_values_out_of_range_are_named_all_at_once(values: dict[str, Any], named: list[str]) -> None:
@@ -218,9 +186,9 @@ class Instructed(ByteTokenizer):
 @pytest.mark.unit
 def test_a_prompt_begins_as_the_tokenizer_says_and_every_stop_ends_it() -> None:
     completion = scripted([*b"_so", 2, *b"more"], Instructed())
-    assert completion._prompt == [1], "not the end of another document"
+    assert completion.prompt == [1], "not the end of another document"
     completion = scripted([*b"_so", 2, *b"more"], Instructed(), prompt="a")
-    assert completion._prompt == [1, *b"a"]
+    assert completion.prompt == [1, *b"a"]
     assert ("".join(completion), completion.stopped, completion.tokens) == ("so", "end", 2)
 
 
@@ -254,7 +222,7 @@ def test_a_character_appears_when_it_is_whole() -> None:
 @settings(max_examples=150, deadline=None)
 def test_the_pieces_of_any_bytes_are_their_text(ids: list[int], before: str) -> None:
     tokenizer = ByteTokenizer()
-    stream = _Stream(tokenizer, tokenizer.encode(before))
+    stream = Stream(tokenizer, tokenizer.encode(before))
     pieces = [stream.push(token) for token in ids]
     assert "".join([*pieces, stream.flush()]) == tokenizer.decode(ids)
 
@@ -265,7 +233,7 @@ def test_the_pieces_of_any_bytes_are_their_text(ids: list[int], before: str) -> 
 def test_the_pieces_of_byte_fallback_tokens_are_their_text(text: str, before: str) -> None:
     tokenizer = byte_fallback()
     prompt, ids = tokenizer.encode("b" + before), tokenizer.encode(text)
-    stream = _Stream(tokenizer, prompt)
+    stream = Stream(tokenizer, prompt)
     pieces = [stream.push(token) for token in ids]
     assert not any(piece.endswith("\ufffd") for piece in pieces)
     assert "".join([*pieces, stream.flush()]) == tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]
@@ -298,7 +266,7 @@ def byte_fallback() -> Any:
     st.lists(st.text(alphabet="ab", max_size=3), max_size=8), st.lists(st.text(alphabet="ab", min_size=1, max_size=4))
 )
 def test_the_first_stop_string_ends_any_pieces(pieces: list[str], stop: list[str]) -> None:
-    stops, shown = _Stops(stop), ""
+    stops, shown = Stops(stop), ""
     for piece in pieces:
         shown += stops.push(piece)
     shown += stops.flush()

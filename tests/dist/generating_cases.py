@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cases import tiny
-from forge_train_tools.offline.generate import Completion, Sampling
+from forge_train_tools.generation.completion import Completion
+from forge_train_tools.generation.sampling import Sampling
 
 
 def generated(folder: str, plugins: Sequence[str], config: Mapping[str, Any]) -> str:

@@ -14,7 +14,8 @@ from forge_train.registry.discovery import discover
 from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.plugins import find
 from forge_train_kit.source import Source
-from forge_train_tools.offline.generate import Completion, Sampling
+from forge_train_tools.generation.completion import Completion
+from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.testing import Installed, Pool, RunForge, check
 
 pytestmark = [pytest.mark.dist]

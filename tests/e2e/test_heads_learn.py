@@ -12,8 +12,9 @@ import torch
 
 import heads_data
 from forge_train import ConfigError
+from forge_train_tools.generation.completion import Completion
+from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.offline.evaluate import evaluate
-from forge_train_tools.offline.generate import Completion, Sampling
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import run_forge

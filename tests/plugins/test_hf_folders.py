@@ -17,8 +17,9 @@ from forge_train.compose.compose import compose
 from forge_train_plugins.models._hf.files import imported
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.generation.completion import Completion
+from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.offline.evaluate import evaluate
-from forge_train_tools.offline.generate import Completion, Sampling
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.hf_request import starting_from
 from forge_train_tools.offline.huggingface import export_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +15,12 @@ from forge_train_kit import model_files
 from forge_train_kit.hookspecs import tokenizer
 from forge_train_kit.tokenizer import Tokenizer
 
-from .generate import Completion, Sampling
+from ..generation.completion import Completion
+from ..generation.sampling import Sampling, SamplingOptions
 from .logits import logits_of
 from .opening import Opened
 
 TEMPLATE = "chat_template.jinja"
-
-
-class SamplingOptions(TypedDict, total=False):
-    """The fields of `Sampling`, as keywords."""
-
-    tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    stop: str | Sequence[str]
-    drafts: int
 
 
 class TrainedModel:
@@ -75,8 +64,8 @@ class TrainedModel:
         Args:
             prompt: the text; empty for the beginning of a document.
             chat: whether the prompt is a user's message, to be put into the model's chat template.
-            options: `tokens` (200), `temperature` (0.8), `top_k`, `top_p`, `seed`, `stop` and `drafts`, as in
-                `forge generate`.
+            options: as in `forge generate`: `tokens` (200), `temperature` (0.8), `top_k`, `top_p`, `min_p`,
+                `repetition_penalty`, `seed`, `stop` and `drafts`.
 
         Raises:
             ConfigError: for an option out of range, or a model that can't generate text.

@@ -34,7 +34,7 @@ class Sample(Plugin):
         top_p: Annotated[float, Gt(0), Le(1)] = 0.95
         """Choose among the fewest likeliest tokens whose probabilities reach this sum."""
         seed: Annotated[int, Ge(0)] = 0
-        """Of the generator that draws, which is apart from all others."""
+        """Of the random draws, which are apart from all others."""
 
     config: Config
 
@@ -51,7 +51,8 @@ class Sample(Plugin):
     def on_end(self, finished: Finished) -> None:
         if finished.outcome != "done" or self._job is None or self._model is None:
             return
-        from forge_train_tools.offline.generate import Completion, Sampling
+        from forge_train_tools.generation.completion import Completion
+        from forge_train_tools.generation.sampling import Sampling
 
         config = self.config
         sampling = Sampling(
