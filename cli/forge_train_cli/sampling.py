@@ -15,8 +15,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def sampling_options(function: _F) -> _F:
-    """Add the fields of `Sampling`, drafts left out; and --adapter."""
+    """Add the fields of `Sampling`, drafts left out; and --adapter and --template."""
     for option in (
+        click.option(
+            "--template",
+            default="",
+            metavar="NAME|FILE",
+            help="Another chat template than the model's: chatml, llama3, plain or a file.",
+        ),
         click.option(
             "--adapter",
             multiple=True,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .api import plan as plan
     from .api import train as train
     from .api import verify as verify
+    from .generating import generate as generate
     from .offline.trained_model import TrainedModel as TrainedModel
     from .planning import Plan as Plan
     from .run_folder import RunFolder as RunFolder
@@ -25,6 +26,7 @@ _WHERE, __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "api": "infer open_model plan train verify",
+        "generating": "generate",
         "offline.trained_model": "TrainedModel",
         "planning": "Plan",
         "run_folder": "RunFolder open_run",

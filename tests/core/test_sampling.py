@@ -174,10 +174,10 @@ def test_a_row_is_chosen_from_its_own_numbers_alone() -> None:
         for _ in range(6):
             for at in order:
                 logits = torch.randn(257, generator=torch.Generator().manual_seed(len(rows[at].ids)))
-                token = rows[at].choose(logits)
+                choice = rows[at].choose(logits)
                 if twice:
-                    assert rows[at].choose(logits) == token
-                rows[at].add(token)
+                    assert rows[at].choose(logits) == choice
+                rows[at].add(choice)
         return {at: rows[at].ids for at in sorted(rows)}
 
     found = chosen([0, 1, 2], twice=False)
@@ -195,18 +195,17 @@ def test_log_probabilities_are_those_of_what_was_drawn_from_and_of_the_model() -
     for at in range(5):
         logits = torch.randn(300, generator=torch.Generator().manual_seed(at))  # of more ids than the tokenizer has
         seen = list(one.ids)
-        token = one.choose(logits)
-        one.add(token)
+        one.add(one.choose(logits))
         found = Distribution.of(logits[:257], Sampling(temperature=0.7, top_k=20, repetition_penalty=1.2), seen)
-        scores = one.scores[-1]
-        assert (scores.id, scores.drawn) == (token, found.log_probability(token))
-        assert scores.model == pytest.approx(float(logits.double().log_softmax(0)[token]), rel=1e-12)
+        choice = one.choices[-1]
+        assert choice.drawn == found.log_probability(choice.id)
+        assert choice.model == pytest.approx(float(logits.double().log_softmax(0)[choice.id]), rel=1e-12)
     assert one.done
-    assert [score.id for score in one.scores] == one.ids[1:]
+    assert [choice.id for choice in one.choices] == one.ids[1:]
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_chosen() -> None:
     logits = torch.zeros(300)
     logits[280] = 50.0
-    assert row(0, temperature=0).choose(logits) == 0
-    assert row(0).choose(logits) < 257
+    assert row(0, temperature=0).choose(logits).id == 0
+    assert row(0).choose(logits).id < 257

@@ -141,7 +141,7 @@ def test_use_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     """Every program of the page, one after the other, on a model that is small by FORGE_SET."""
     page = PAGES["docs/how-to/python.md"]
     programs = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(programs) == 6
+    assert len(programs) == 7
     assert {match[1] for match in re.finditer(r"^(?:from|import) ([\w.]+)", "".join(programs), re.MULTILINE)} == {
         "forge_train",
         "forge_train_tools",

@@ -12,7 +12,7 @@ from forge_train_kit import hookspecs
 
 from ..offline import drafting
 from ..offline.logits import Logits
-from .rows import Stopped, TextRow, check, encode, longest
+from .rows import Choice, Stopped, TextRow, check, check_whole, encode, longest
 from .sampling import Sampling
 
 
@@ -46,6 +46,7 @@ class Completion:
         ends: Collection[int] = (),
         request: int = 0,
     ) -> None:
+        check_whole(job, model)
         check(job, model)
         self._job, self._model, self._part, self._sampling = job, model, model.parts[0], sampling
         tokenizer = hookspecs.tokenizer(job)
@@ -80,8 +81,8 @@ class Completion:
         modes = [(module, module.training) for module in self._part.modules()]
         self._part.eval()
         try:
-            for token in self._drafted() if self._sampling.drafts else self._drawn():
-                row.add(token)
+            for choice in self._drafted() if self._sampling.drafts else self._drawn():
+                row.add(choice)
                 if piece := row.text[shown:]:
                     shown = len(row.text)
                     yield piece
@@ -92,20 +93,20 @@ class Completion:
                 module.training = mode
             self._model.free_gathered()
 
-    def _drafted(self) -> Iterator[int]:
+    def _drafted(self) -> Iterator[Choice]:
         length = self._row.prompt + self._row.most
         rounds = drafting.Drafting(self._job, self._part, self._sampling.drafts, length, self._vocabulary, self.drafts)
-        return rounds.tokens(self.prompt)
+        return map(Choice, rounds.tokens(self.prompt))
 
-    def _drawn(self) -> Iterator[int]:
+    def _drawn(self) -> Iterator[Choice]:
         logits = Logits(self._job, self._part, self._row.prompt + self._row.most)
         new = self.prompt
         while True:
-            token = self._agree(logits(new))
-            yield token
-            new = [token]
+            choice = self._agree(logits(new))
+            yield choice
+            new = [choice.id]
 
-    def _agree(self, logits: Tensor) -> int:
+    def _agree(self, logits: Tensor) -> Choice:
         """The next token; all ranks use the first rank's, so that rounding differences can't make them diverge."""
-        token: int = self._job.dist.on_main(lambda: self._row.choose(logits))
-        return token
+        choice: Choice = self._job.dist.on_main(lambda: self._row.choose(logits))
+        return choice

@@ -23,13 +23,13 @@ empty while it continues."""
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Natural logarithms of the probability of a token that was chosen."""
+class Choice:
+    """A token that was chosen, and natural logarithms of its probability if they were asked for."""
 
     id: int
-    drawn: float
+    drawn: float | None = None
     """Of the distribution that it was drawn from: after penalty, temperature and truncation."""
-    model: float
+    model: float | None = None
     """Of the model's: all its logits, at temperature 1."""
 
 
@@ -69,38 +69,35 @@ class TextRow:
         self.text = ""
         self.tokens = 0
         """Number of generated tokens, without the document's end."""
-        self.scores: list[Scored] = []
-        """Of each generated token, the document's end too, if asked for."""
+        self.choices: list[Choice] = []
+        """The generated tokens, the document's end too, if their log-probabilities were asked for."""
         self._sampling, self._vocabulary = sampling, tokenizer.vocabulary
         self._ends = {*tokenizer.stops, *ends}
         self._request, self._scored = request, scored
-        self._chosen: Scored | None = None
         self._stream, self._stops = Stream(tokenizer, ids), Stops(sampling.stop)
 
-    def choose(self, logits: Tensor) -> int:
-        """The next token.
+    def choose(self, logits: Tensor) -> Choice:
+        """The next token; changes nothing.
 
         Args:
             logits: `[vocabulary]` fp32 on the CPU; ids that the tokenizer does not have are never chosen.
         """
         found = Distribution.of(logits[: self._vocabulary], self._sampling, self.ids)
         token = found.draw(uniform(self._sampling.seed, *self._request, len(self.ids)))
-        if self._scored:
-            model = float(logits.double().log_softmax(0)[token])
-            self._chosen = Scored(token, found.log_probability(token), model)
-        return token
+        if not self._scored:
+            return Choice(token)
+        return Choice(token, found.log_probability(token), float(logits.double().log_softmax(0)[token]))
 
-    def add(self, token: int) -> None:
+    def add(self, choice: Choice) -> None:
         """Append a token, and end if it, its text or their number says so."""
-        self.ids.append(token)
-        if self._chosen is not None:
-            self.scores.append(self._chosen)
-            self._chosen = None
-        if token in self._ends:
+        self.ids.append(choice.id)
+        if self._scored:
+            self.choices.append(choice)
+        if choice.id in self._ends:
             self._end("end")
             return
         self.tokens += 1
-        self.text += self._stops.push(self._stream.push(token))
+        self.text += self._stops.push(self._stream.push(choice.id))
         if self._stops.found:
             self._end("stop")
         elif self.tokens == self.most:
@@ -118,14 +115,22 @@ def check(job: Job, model: Model) -> None:
     Raises:
         ConfigError: explaining why not.
     """
-    if max(len(model.parts), job.dist.layout.pp, job.dist.layout.cp) > 1:
-        raise ConfigError("Generating text needs a whole model and whole sequences; this model is cut by pp or cp.")
     if not job.hooks.provider("tokenizer"):
         raise ConfigError("Generating text needs a tokenizer, but no enabled plugin provides one.")
     if (given := job.hooks.gives("head")) != "token_logits":
         raise ConfigError(f"Generating text needs token logits; the head of this model gives {given!r}.")
     if model.looks_ahead:
         raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
+
+
+def check_whole(job: Job, model: Model) -> None:
+    """Check that each process has a whole model and whole sequences.
+
+    Raises:
+        ConfigError: naming what cuts them.
+    """
+    if max(len(model.parts), job.dist.layout.pp, job.dist.layout.cp) > 1:
+        raise ConfigError("Generating text needs a whole model and whole sequences; this model is cut by pp or cp.")
 
 
 def longest(model: Model) -> int | None:
@@ -154,7 +159,8 @@ def encode(tokenizer: Tokenizer, prompt: str, *, whole: bool) -> list[int]:
     Args:
         tokenizer: of the model.
         prompt: the text; empty for the beginning of a document.
-        whole: whether the prompt has its own beginning, as a rendered chat has; if not, the tokenizer's is added.
+        whole: whether the prompt begins as it should, as a rendered chat does; if not, the tokenizer's beginning is
+            added, unless it is there.
 
     Raises:
         ConfigError: the prompt is no UTF-8, or has no token.
@@ -163,7 +169,10 @@ def encode(tokenizer: Tokenizer, prompt: str, *, whole: bool) -> list[int]:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(f"The prompt is not UTF-8 at character {error.start}; give it as UTF-8.") from error
-    if ids := [*(() if whole else tokenizer.begin), *tokenizer.encode(prompt)]:
+    ids, begin = tokenizer.encode(prompt), [] if whole else list(tokenizer.begin)
+    if begin and ids[: len(begin)] == begin:  # as templates write it
+        begin = []
+    if ids := [*begin, *ids]:
         return ids
     if tokenizer.end is None:
         raise ConfigError("The tokenizer has no token that begins a document; give a prompt to continue.")

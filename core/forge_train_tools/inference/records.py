@@ -24,9 +24,11 @@ class Records:
 
     Args:
         sources: files, folders, patterns or addresses.
+        key: the option that names them, for messages.
     """
 
     sources: Sequence[str]
+    key: str = KEY
 
     @property
     def files(self) -> list[File]:
@@ -35,7 +37,7 @@ class Records:
         Raises:
             ConfigError: there are none, or of several kinds.
         """
-        return find(list(self.sources), key=KEY)
+        return find(list(self.sources), key=self.key)
 
     @property
     def digest(self) -> str:

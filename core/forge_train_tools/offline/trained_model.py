@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from forge_train.base.errors import ConfigError
 from forge_train.plugin import hookspecs
-from forge_train_kit import model_files
 from forge_train_kit.hookspecs import tokenizer
 from forge_train_kit.tokenizer import Tokenizer
 
@@ -20,7 +19,8 @@ from ..generation.sampling import Sampling, SamplingOptions
 from .logits import logits_of
 from .opening import Opened
 
-TEMPLATE = "chat_template.jinja"
+if TYPE_CHECKING:
+    from ..generation.chats import ChatPrompts
 
 
 class TrainedModel:
@@ -79,13 +79,24 @@ class TrainedModel:
         values: dict[str, Any] = {**options, "stop": ends}
         return iter(self.complete(prompt, Sampling(**values), chat=chat))
 
-    def complete(self, prompt: str, sampling: Sampling, *, chat: bool = False) -> Completion:
+    def complete(self, prompt: str, sampling: Sampling, *, chat: bool = False, template: str = "") -> Completion:
         """The completion behind `stream`, which also knows why and after how many tokens it ended."""
-        from forge_train_kit.data.tokenizers.special import stop_ids
-
         opened = self._opened
-        given, ends = (self._as_chat(prompt), stop_ids(self._chat_folder())[1]) if chat else (prompt, ())
-        return Completion(opened.job, opened.model, given, sampling, whole=chat, ends=ends)
+        if not chat:
+            return Completion(opened.job, opened.model, prompt, sampling)
+        chats = self.chats(template)
+        given = chats.render([{"role": "user", "content": prompt}])
+        return Completion(opened.job, opened.model, given, sampling, whole=True, ends=chats.ends)
+
+    def chats(self, template: str = "") -> ChatPrompts:
+        """The model's chat template, or another one: `chatml`, `llama3`, `plain` or a file.
+
+        Raises:
+            ConfigError: if it has none.
+        """
+        from ..generation.chats import ChatPrompts
+
+        return ChatPrompts(self._opened.job, self.path, self._opened.adapters, template)
 
     def logits(self, text: str | Sequence[int]) -> Tensor:
         """The logits after each token of a text: `[tokens, vocabulary]`, fp32 on the CPU.
@@ -109,26 +120,3 @@ class TrainedModel:
         with torch.no_grad():
             hidden = self.module(torch.tensor([ids], device=job.device))
             return logits_of(hookspecs.task(job), self.module, hidden, len(ids))
-
-    def _as_chat(self, message: str) -> str:
-        from forge_train_kit.data.chats import open_template
-
-        template = open_template("", self._chat_folder())
-        return template.render([{"role": "user", "content": message}], generation_prompt=True)[0]
-
-    def _chat_folder(self) -> Path:
-        """The folder whose chat template and ends of turns the model knows: an adapter's, if it has one.
-
-        Raises:
-            ConfigError: there is none, or adapters have different templates.
-        """
-        opened = self._opened
-        own = {one: one / TEMPLATE for one in opened.adapters if (one / TEMPLATE).is_file()}
-        if len({file.read_bytes() for file in own.values()}) > 1:
-            raise ConfigError(f"chat: {' and '.join(map(str, own))} have different chat templates; leave --chat out.")
-        if own:
-            return next(iter(own))
-        files = model_files.of(opened.job.config, opened.job.hooks, opened.path)
-        if not (name := model_files.vocabulary_of(files)):
-            raise ConfigError("chat: this model came without a tokenizer's folder, so it has no chat template.")
-        return files[name].parent

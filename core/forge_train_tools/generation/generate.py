@@ -1,0 +1,253 @@
+"""`forge generate` for many prompts: answers in the order of the prompts, on one process or a layout of several."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from forge_train.base.errors import ConfigError
+from forge_train.compose.compose import compose
+from forge_train.loop.assembly import prepared
+from forge_train.plugin.job import Job
+from forge_train.store.manifest import hash_of
+from forge_train_kit import hookspecs
+
+from ..inference.infer import Inference, _identity, _values
+from ..launching.launch import WorkerCommand, launch
+from ..launching.world import here
+from ..offline.adapted import add_adapters
+from ..offline.opening import Opened, Source, run_folder
+from ..offline.read_only import ReadOnlyRun
+from .answers import Answer, Answering
+from .chats import ChatPrompts
+from .requests import KEY, Long, Requests
+from .rows import check, longest
+from .sampling import Sampling
+from .writing import Answers, opened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Prompts to answer, as they were asked.
+
+    Args:
+        path: a run, a checkpoint or a Hugging Face folder.
+        prompts: texts, or records with one.
+        files: files, folders, patterns or addresses of such records, instead of prompts.
+        out: the file of JSON lines to write, which does not exist; with files.
+        sampling: how to choose tokens, where a record says nothing else.
+        samples: answers to each prompt.
+        chat: whether prompts are messages of a user, to be put into the model's chat template.
+        template: another chat template: `chatml`, `llama3`, `plain` or a file.
+        field: of records that holds the prompt; empty for `messages`, or else `prompt`.
+        long: treatment of prompts that leave no room for an answer.
+        logprobs: whether to give the tokens with their log-probabilities.
+        batch: answers that are written side by side.
+        adapters: folder of PEFT → factor.
+        plugins: to enable too; so is `set`, values to override.
+
+    Raises:
+        ConfigError: a value is out of range, or does not go with another.
+    """
+
+    path: Path
+    prompts: tuple[str | Mapping[str, Any], ...] = ()
+    files: tuple[str, ...] = ()
+    out: Path | None = None
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    samples: int = 1
+    chat: bool = False
+    template: str = ""
+    field: str = ""
+    long: Long = "refuse"
+    logprobs: bool = False
+    batch: int = 8
+    adapters: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
+    set: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for wrong, text in (
+            (self.samples < 1, f"--samples: expected at least 1, found {self.samples}."),
+            (self.batch < 1, f"--batch: expected at least 1, found {self.batch}."),
+            (not self.prompts and not self.files, f"There is no prompt; give some, or a file of them ({KEY})."),
+            (self.prompts and self.files, f"{KEY}: there are prompts beside the file; leave one of them out."),
+            (self.files and self.out is None, f"{KEY} needs --out, the file to write."),
+            (
+                self.out is not None and not self.files,
+                f"--out goes with {KEY}; leave it out, or give a file of prompts.",
+            ),
+            (self.sampling.drafts, "--drafts: drafts are for one prompt and one sample, on one process."),
+        ):
+            if wrong:
+                raise ConfigError(text)
+
+    def source(self, world: int) -> Source:
+        """The weights, and the configuration for a number of processes.
+
+        Raises:
+            ConfigError: for a path or a layout that can't be.
+        """
+        if self.adapters and world > 1:
+            raise ConfigError(
+                f"--adapter: adapters are added on one process; merge them first to use {world} (forge checkpoint "
+                "export)."
+            )
+        same = Inference(
+            path=self.path, data=self.files, out=self.out or Path(), batch=1, plugins=self.plugins, set=self.set
+        )
+        return same.source(world)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Results of generation."""
+
+    checkpoint: str
+    step: int
+    world: int
+    out: str
+    """The file that was written; empty without."""
+    count: int
+    """Number of answers, those in the file that another command wrote among them."""
+    answers: tuple[Answer, ...] = ()
+    """In the order of the prompts; none if they are in a file."""
+    tokens: int = 0
+    """Tokens that this call generated."""
+    seconds: float = 0.0
+    cut: int = 0
+    """Answers to prompts that were cut, of those that this call wrote."""
+
+
+def generate(asked: Generation, *, nproc: int = 1, told: Callable[[str], None] = lambda text: None) -> Generated:
+    """Answer all prompts, in their order. A call that was killed while it wrote a file continues there, on any layout.
+
+    Args:
+        asked: the prompts.
+        nproc: local processes to use, including this one.
+        told: is given a line about how far it is; only with one process.
+
+    Raises:
+        ConfigError: for a path, a prompt, an option or a file that can't be, before anything is computed.
+        ForgeError: with the message of the rank that failed first.
+    """
+    if nproc == 1:
+        return _generate(asked, told)
+    asked.source(nproc)  # so that a mistake is reported only once
+    with tempfile.TemporaryDirectory(prefix="forge-generate-") as name:
+        folder = Path(name)
+        arguments = dataclasses.asdict(asked) | {"path": str(asked.path), "out": asked.out and str(asked.out)}
+        command = WorkerCommand(
+            f"{__name__}:worker", {"asked": arguments}, folder / "launch", folder / "log", quiet=True
+        )
+        ended = launch(command, nproc)
+        ended.check()
+    found = ended.result["generated"]
+    return Generated(**found | {"answers": tuple(_read(one) for one in found["answers"])})
+
+
+def worker(asked: dict[str, Any]) -> dict[str, Any]:
+    """The work of each process."""
+    sampling = Sampling(**asked["sampling"] | {"stop": tuple(asked["sampling"]["stop"])})
+    tuples = {name: tuple(asked[name]) for name in ("prompts", "files", "plugins", "set")}
+    paths = {"path": Path(asked["path"]), "out": asked["out"] and Path(asked["out"])}
+    return {
+        "code": 0,
+        "generated": dataclasses.asdict(_generate(Generation(**asked | tuples | paths | {"sampling": sampling}))),
+    }
+
+
+def _read(answer: dict[str, Any]) -> Answer:
+    lists = ("ids", "log_probabilities", "model_log_probabilities")
+    return Answer(**answer | {name: None if answer[name] is None else tuple(answer[name]) for name in lists})
+
+
+def _generate(asked: Generation, told: Callable[[str], None] = lambda text: None) -> Generated:
+    """Do it on this process alone, or on one of those that a launcher started."""
+    world = here().size
+    source = asked.source(world)
+    with prepared(source.setup, ReadOnlyRun(run_folder(source.path))) as job:
+        model = compose(job, extra=False).model
+        check(job, model)
+        trained = Opened(job, model, source.path, source.step, source.tokens, tuple(map(Path, asked.adapters)))
+        requests, chats = _requests(asked, trained)
+        prompts, chat = job.dist.on_main(requests.check)
+        if asked.template and not chat:
+            raise ConfigError("--template: no prompt is a chat; add --chat, or leave it out.")
+        total = prompts * asked.samples
+        made_of = _made_of(asked, source, job, requests, chats().digest if chat else "") if asked.out else {}
+        with opened(asked.out, made_of, job, told) as (out, done):
+            source.load(model, job)
+            add_adapters(trained, asked.adapters, asked.plugins)
+            model.train(False)
+            answering = Answering(
+                job=job,
+                model=model,
+                requests=requests,
+                samples=asked.samples,
+                slots=asked.batch,
+                longest=requests.longest,
+                ends=tuple(chats().ends) if chat else (),
+                scored=asked.logprobs,
+            )
+            answers = Answers(out, asked.samples, total, told, keep=asked.out is None)
+            for answer in answering.answers(done, total):
+                answers.add(answer)
+            job.dist.on_main(answers.finish)
+        to = str(asked.out) if asked.out else ""
+        return Generated(
+            str(source.path),
+            source.step,
+            world,
+            to,
+            total,
+            tuple(answers.kept),
+            answers.tokens,
+            answers.seconds,
+            answers.cut,
+        )
+
+
+def _requests(asked: Generation, opened: Opened) -> tuple[Requests, Callable[[], ChatPrompts]]:
+    chats = cache(partial(ChatPrompts, opened.job, opened.path, opened.adapters, asked.template))
+    found = Requests(
+        given=asked.prompts,
+        files=asked.files,
+        field=asked.field,
+        chat=asked.chat,
+        long=asked.long,
+        sampling=asked.sampling,
+        longest=longest(opened.model),
+        tokenizer=hookspecs.tokenizer(opened.job),
+        chats=chats,
+    )
+    return found, chats
+
+
+def _made_of(asked: Generation, source: Source, job: Job, requests: Requests, template: str) -> dict[str, str]:
+    """All that decides the content of the file, by name."""
+    options = (asked.sampling, asked.samples, asked.chat, asked.field, asked.long, asked.logprobs)
+    return {
+        "model": _identity(source),
+        "configuration of the model": _values(job),
+        "--adapter": repr([(_weights(Path(one)), factor) for one, factor in asked.adapters.items()]),
+        "tokenizer": hookspecs.tokenizer(job).digest,
+        "chat template": template,
+        f"content of {KEY}": job.dist.on_main(lambda: requests.digest),
+        "choice of options": repr(options),
+        "train.precision": job.config.train.precision,
+    }
+
+
+def _weights(adapter: Path) -> str:
+    found = hashlib.sha256()
+    for file in sorted(adapter.glob("*.safetensors")):
+        with file.open("rb") as data:
+            found.update(hash_of(data).encode())
+    return found.hexdigest()

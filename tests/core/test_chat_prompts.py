@@ -1,0 +1,128 @@
+"""Chats as prompts: the tokens and the answers of `transformers`, and what is left of a chat that is too long."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chat_model
+from forge_cli import forge, one_message
+from forge_train import ConfigError
+from forge_train_tools import generate, open_model
+from forge_train_tools.generation.chats import shorter
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.unit
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "say 3"},
+    {"role": "assistant", "content": "three"},
+    {"role": "user", "content": "say 4"},
+]
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "hf"
+    chat_model.write_model(folder, head=8.0)
+    return folder
+
+
+def by_transformers(folder: Path, messages: list[dict[str, str]], **options: Any) -> list[int]:
+    """Greedy tokens after a chat, with the end."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    found = model.generate(**given, do_sample=False, **options)
+    return [int(one) for one in found[0, given["input_ids"].shape[1] :]]
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_chat_is_answered_as_by_transformers(hf: Path, penalty: float) -> None:
+    (found,) = generate(
+        hf, [{"messages": CHAT}], tokens=20, temperature=0, repetition_penalty=penalty, logprobs=True
+    ).answers
+    expected = by_transformers(hf, CHAT, max_new_tokens=20, repetition_penalty=penalty)
+    assert list(found.ids or ()) == expected
+    assert len(set(expected)) > 5
+
+
+def test_an_answer_ends_as_the_files_of_the_model_say(hf: Path, tmp_path: Path) -> None:
+    """With the `eos_token_id` of generation_config.json, one or several, which is not the tokenizer's."""
+    import shutil
+
+    third = by_transformers(hf, CHAT, max_new_tokens=20)[2]
+    folder = tmp_path / "hf"
+    shutil.copytree(hf, folder)
+    file = folder / "generation_config.json"
+    for ends in (third, [0, third]):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": ends}))
+        (found,) = generate(folder, [{"messages": CHAT}], tokens=20, temperature=0, logprobs=True).answers
+        assert list(found.ids or ()) == by_transformers(folder, CHAT, max_new_tokens=20)
+        assert (found.stopped, found.tokens, (found.ids or ())[-1]) == ("end", 2, third)
+
+
+def test_a_prompt_with_chat_is_a_users_message(hf: Path) -> None:
+    own = generate(hf, "say 4", chat=True, tokens=8, temperature=0).answers[0].text
+    assert own == generate(hf, [{"messages": [CHAT[-1]]}], tokens=8, temperature=0).answers[0].text
+    assert own == open_model(hf).generate("say 4", chat=True, tokens=8, temperature=0)
+    assert own != generate(hf, "say 4", tokens=8, temperature=0).answers[0].text
+
+
+def test_a_chat_becomes_shorter_by_its_oldest_turns() -> None:
+    tool = {"role": "tool", "content": "4"}
+    messages = [*CHAT[:3], tool, *CHAT[3:]]
+    assert [*shorter(messages)] == [messages, [CHAT[0], CHAT[3]]]
+    assert [*shorter(CHAT[1:2])] == [CHAT[1:2]]
+
+
+def test_the_oldest_turns_of_a_long_chat_are_left_out(hf: Path) -> None:
+    turn = [{"role": "user", "content": "say one and then"}, {"role": "assistant", "content": "two"}]
+    long = [CHAT[0], *10 * turn, CHAT[-1]]
+    with pytest.raises(ConfigError, match=r"The prompt: has \d+ tokens, and the model reads 64 at once"):
+        generate(hf, [{"messages": long}], tokens=8)
+    (found,) = generate(hf, [{"messages": long}], tokens=8, temperature=0, long="left").answers
+    tokens = [len(open_model(hf).tokenizer.encode(text)) for text in map(rendered, (long, [CHAT[0], *turn, CHAT[-1]]))]
+    assert found.cut == tokens[0] - tokens[1]
+    kept = generate(hf, [{"messages": [CHAT[0], *turn, CHAT[-1]]}], tokens=8, temperature=0).answers[0]
+    assert found.text == kept.text
+
+
+def rendered(messages: list[dict[str, str]]) -> str:
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
+
+
+def test_another_template_ends_its_turns(hf: Path) -> None:
+    """`<|im_end|>` ends an answer of `--template chatml`, although no file of the model says so."""
+    model = open_model(hf)
+    (end,) = model.tokenizer.encode("<|im_end|>")
+    assert model.chats("chatml").ends == [*model.chats().ends, end]
+    assert end not in model.chats().ends
+
+
+def test_mistakes(hf: Path, tmp_path: Path) -> None:
+    def said(*more: object) -> str:
+        return one_message(forge("generate", hf, "--chat", "--prompt", "a", *more), 2)
+
+    assert "no chat template 'chatmi'" in said("--template", "chatmi")
+    assert "which are no tokens of this tokenizer" in said("--template", "llama3")
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ raise_exception('no') }}")
+    assert "own.jinja: no" in said("--template", file)
+    with pytest.raises(
+        ConfigError, match=r"messages: expected a user's last message to answer; it is the assistant's\."
+    ):
+        generate(hf, [{"messages": CHAT[:3]}])
+    (hf / "chat_template.jinja").rename(tmp_path / "away")
+    try:
+        assert "--template: " in said()
+        assert "has no chat template" in said()
+        assert forge("generate", hf, "--chat", "--prompt", "a", "--template", "chatml", "--tokens", "2").code == 0
+    finally:
+        (tmp_path / "away").rename(hf / "chat_template.jinja")

@@ -1,0 +1,36 @@
+"""The page “Generate and chat”, each command typed as it stands there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forge_cli import forge
+from pages import at_a_desk, blocks, typed
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+PAGE = "generate.md"
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    at_a_desk(tmp_path, monkeypatch)
+    (tmp_path / "questions.jsonl").write_text(blocks(PAGE, "json")[0], encoding="utf-8")
+    shown = []
+    for words in typed(PAGE):
+        ended = forge(*words, environment={"FORGE_SET": "run.device=cpu"})
+        assert ended.code == 0, ended.err
+        shown.append(ended.out)
+    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert [one["id"] for one in answers] == ["q1", "q2", "q3"]
+    assert shown[0] == f"say one and then{answers[0]['text']}\n", "prompt 0 is drawn as it is alone"
+    assert answers[2]["tokens"] == 5
+    for name in ("shared.jsonl", "split.jsonl"):
+        assert Path(name).read_bytes() == Path("answers.jsonl").read_bytes()
+    capsys.readouterr()
+    exec(blocks(PAGE, "python")[0], {})  # what a reader would type
+    texts = eval(capsys.readouterr().out)
+    screen = next(text for text in shown if text.startswith("[prompt 1, sample 1]"))
+    assert screen.startswith(f"[prompt 1, sample 1]\nsay one{texts[0]}\n[prompt 1, sample 2]\nsay one{texts[1]}\n")
