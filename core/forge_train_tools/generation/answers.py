@@ -10,9 +10,9 @@ from typing import Any
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 
+from .engine import run
 from .requests import Request, Requests
 from .rows import Stopped, TextRow
-from .sequential import run
 
 CHUNK = 16
 """Rows of a chunk, times those that are generated side by side: rows that end early wait for their turn in memory."""
@@ -70,7 +70,7 @@ class Answering:
 
     Args:
         job: the job.
-        model: with its weights, and in evaluation mode.
+        model: with its weights.
         requests: all of them.
         samples: answers to each.
         slots: rows side by side.
@@ -92,13 +92,13 @@ class Answering:
         """Yield the answers with numbers from `start` to `stop`, in order; over several ranks, on each of them."""
         rows = self._rows(start)
         while start < stop:
-            taken: dict[int, Request] = {}
-            chunk = (self._taken(one, taken) for one in islice(rows, min(CHUNK * self.slots, stop - start)))
-            ended: dict[int, TextRow] = {}
+            taken: dict[int, tuple[TextRow, Request]] = {}
+            ended: set[int] = set()
+            chunk = self._taken(islice(rows, min(CHUNK * self.slots, stop - start)), taken)
             for row in run(self.job, self.model, chunk, slots=self.slots):
-                ended[row.number] = row
+                ended.add(row.number)
                 while start in ended:
-                    yield self._answer(ended.pop(start), taken.pop(start))
+                    yield self._answer(*taken.pop(start))
                     start += 1
 
     def _rows(self, start: int) -> Iterator[tuple[TextRow, Request]]:
@@ -121,9 +121,12 @@ class Answering:
             scored=self.scored,
         )
 
-    def _taken(self, one: tuple[TextRow, Request], taken: dict[int, Request]) -> TextRow:
-        row, taken[row.number] = one
-        return row
+    def _taken(
+        self, rows: Iterator[tuple[TextRow, Request]], taken: dict[int, tuple[TextRow, Request]]
+    ) -> Iterator[TextRow]:
+        for row, request in rows:
+            taken[row.number] = row, request
+            yield row
 
     def _answer(self, row: TextRow, request: Request) -> Answer:
         scores: dict[str, Any] = {}

@@ -18,7 +18,8 @@ from forge_train.plugin.job import Job
 from forge_train.store.manifest import hash_of
 from forge_train_kit import hookspecs
 
-from ..inference.infer import Inference, _identity, _values
+from ..inference.identity import values_of, weights_of
+from ..inference.infer import Inference
 from ..launching.launch import WorkerCommand, launch
 from ..launching.world import here
 from ..offline.adapted import add_adapters
@@ -185,7 +186,6 @@ def _generate(asked: Generation, told: Callable[[str], None] = lambda text: None
         with opened(asked.out, made_of, job, told) as (out, done):
             source.load(model, job)
             add_adapters(trained, asked.adapters, asked.plugins)
-            model.train(False)
             answering = Answering(
                 job=job,
                 model=model,
@@ -234,8 +234,8 @@ def _made_of(asked: Generation, source: Source, job: Job, requests: Requests, te
     """All that decides the content of the file, by name."""
     options = (asked.sampling, asked.samples, asked.chat, asked.field, asked.long, asked.logprobs)
     return {
-        "model": _identity(source),
-        "configuration of the model": _values(job),
+        "model": weights_of(source, job.dist),
+        "configuration of the model": values_of(job),
         "--adapter": repr([(_weights(Path(one)), factor) for one, factor in asked.adapters.items()]),
         "tokenizer": hookspecs.tokenizer(job).digest,
         "chat template": template,
