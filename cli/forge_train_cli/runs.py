@@ -16,7 +16,7 @@ from forge_train.base.strict_json import dumps
 from forge_train_kit.format import format_number, sparkline
 from forge_train_tools.run_folder import RunFolder, differences, open_run, runs_in
 
-from . import screen
+from . import of_tasks, screen
 from .lazy import LazyGroup
 from .options import json_option, run_dir_option
 
@@ -125,6 +125,7 @@ def show(run: str | None, run_dir: str, as_json: bool) -> None:
     if history.last:
         screen.heading("Last step")
         screen.table(("", ""), [(key, _number(value)) for key, value in history.last.items() if key != "timing"])
+    of_tasks.show([history])
     screen.heading("Plugins")
     screen.table(("", "", ""), [(one["name"], one["distribution"], one["version"]) for one in history.plugins])
     screen.heading("Checkpoints")
@@ -162,6 +163,7 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
                     "runs": keys,
                     "config": dict(zip(differing, sides[:cut], strict=True)),
                     "results": dict(zip(results, sides[cut:], strict=True)),
+                    **of_tasks.plain(histories),
                 },
                 indent=1,
             )
@@ -178,6 +180,7 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
     rows = [(key, *map(_number, values)) for key, values in results.items()]
     rows.append(("curve", *(sparkline(history.losses, min(curve, 40)) for history in histories)))
     screen.table(headers, rows)
+    of_tasks.show(histories)
 
 
 def _results(histories: list[RunFolder]) -> dict[str, list[Any]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .api import plan as plan
     from .api import train as train
     from .api import verify as verify
+    from .evaluation.api import evaluate as evaluate
     from .generating import generate as generate
     from .offline.trained_model import TrainedModel as TrainedModel
     from .planning import Plan as Plan
@@ -27,6 +28,7 @@ _WHERE, __getattr__, __dir__ = lazy_names(
     {
         "api": "infer open_model plan train verify",
         "generating": "generate",
+        "evaluation.api": "evaluate",
         "offline.trained_model": "TrainedModel",
         "planning": "Plan",
         "run_folder": "RunFolder open_run",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_train.base.errors import ConfigError, nearest
 from forge_train.run.records import read
@@ -15,6 +15,9 @@ from forge_train.run.run import is_run, load
 from forge_train_kit.artifacts import RECORDED
 
 from .artifacts import recorded, state
+
+if TYPE_CHECKING:
+    from .evaluation.results import TaskResult
 
 _NOTHING: dict[str, Any] = {}
 
@@ -135,6 +138,13 @@ class RunFolder:
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.path / RECORDED}: can't be read: {error}") from error
 
+    @cached_property
+    def tasks(self) -> dict[str, TaskResult]:
+        """Results of `forge eval --task` on the last checkpoint that has some, by task."""
+        from .evaluation.results import FOLDER, read
+
+        return read(self.path) if (self.path / FOLDER).is_dir() else {}
+
     def summary(self) -> dict[str, Any]:
         """The run's entry in `forge runs list --json`."""
         return {
@@ -154,6 +164,7 @@ class RunFolder:
             "reason": self.reason,
             "metrics": self.metrics,
             "evaluations": self.evaluations,
+            "tasks": {name: one.plain(whole=False) for name, one in self.tasks.items()},
             "config": self.config,
             "environment": self.environment,
             "checkpoints": [str(path) for path, _ in self.checkpoints()],

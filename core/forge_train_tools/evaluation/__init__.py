@@ -1,0 +1,1 @@
+"""Evaluation of a trained model on tasks: log-likelihoods and generated answers, on any layout."""

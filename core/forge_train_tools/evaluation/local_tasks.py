@@ -1,0 +1,255 @@
+"""Tasks of local files: their questions, and the worth of the answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from forge_train.base.errors import ConfigError
+
+from . import checks
+from .generating import Answer, Generation
+from .results import Metric, TaskResult
+from .scoring import Score
+from .task_files import Choice, Generate, Perplexity, Record, TaskFile, filled, text_of, value_of
+
+Sample = dict[str, Any]
+"""A record's requests and answers, as `--samples` writes them."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions of a task: continuations after contexts, whole texts, and prompts."""
+
+    pairs: Sequence[tuple[str, str]] = ()
+    texts: Sequence[str] = ()
+    prompts: Sequence[Generation] = ()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers, in the order of the questions."""
+
+    pairs: Sequence[Score] = ()
+    texts: Sequence[Score] = ()
+    prompts: Sequence[Answer] = ()
+
+
+class LocalTask(Protocol):
+    """A task whose questions are known before anything is computed."""
+
+    file: TaskFile
+    questions: Questions
+
+    def result(self, answers: Answers) -> tuple[dict[str, Metric], list[Sample]]:
+        """The metrics, and a sample for each record."""
+        ...
+
+
+def prepare(file: TaskFile) -> LocalTask:
+    """The questions of a task.
+
+    Raises:
+        ConfigError: naming the record that can't be asked.
+    """
+    kinds: Mapping[type, Any] = {Perplexity: _Perplexity, Choice: _Choice, Generate: _Generate}
+    made: LocalTask = kinds[type(file.section)](file)
+    return made
+
+
+def summary(task: LocalTask, metrics: Mapping[str, Metric], answers: Answers) -> TaskResult:
+    """The result of a task, from its metrics."""
+    file, asked = task.file, task.questions
+    text = json.dumps([asked.pairs, asked.texts, [vars(one) for one in asked.prompts]], ensure_ascii=False)
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    cut = sum(bool(one.cut) for one in answers.pairs) + sum(bool(one.cut) for one in answers.prompts)
+    return TaskResult(file.name, file.section.kind, digest, len(file.records), len(file.shots), cut, metrics)
+
+
+@dataclass
+class _Perplexity:
+    file: TaskFile
+    questions: Questions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._texts = [text_of(self.file.section.field, record) for record in self.file.records]
+        for (where, _), text in zip(self.file.records, self._texts, strict=True):
+            if not text.strip():
+                raise ConfigError(f"{where}: the text is empty; leave it out.")
+        self.questions = Questions(texts=self._texts)
+
+    def result(self, answers: Answers) -> tuple[dict[str, Metric], list[Sample]]:
+        found = [one.log_likelihood for one in answers.texts]
+        sizes = {
+            "token": [one.tokens for one in answers.texts],
+            "byte": [len(text.encode()) for text in self._texts],
+            "word": [len(text.split()) for text in self._texts],
+        }
+        metrics = {f"{unit}_perplexity": Metric.perplexity(found, size) for unit, size in sizes.items()}
+        metrics["bits_per_byte"] = Metric.bits(found, sizes["byte"])
+        samples = [
+            {"text": text, "log_likelihood": one, **{f"{unit}s": size[at] for unit, size in sizes.items()}}
+            for at, (text, one) in enumerate(zip(self._texts, found, strict=True))
+        ]
+        return metrics, samples
+
+
+@dataclass
+class _Choice:
+    file: TaskFile
+    questions: Questions = field(init=False)
+
+    def __post_init__(self) -> None:
+        made: Choice = self.file.section
+        before = _examples(self.file, lambda record: _right_text(self.file, record))
+        self._choices = [_choices(self.file, record) for record in self.file.records]
+        self._right = [
+            _right(made, record, choices) for record, choices in zip(self.file.records, self._choices, strict=True)
+        ]
+        self._prompts = [before + filled(made.prompt, one, self.file.where) for one in self.file.records]
+        self.questions = Questions(
+            pairs=[
+                (prompt, made.delimiter + choice)
+                for prompt, choices in zip(self._prompts, self._choices, strict=True)
+                for choice in choices
+            ]
+        )
+
+    def result(self, answers: Answers) -> tuple[dict[str, Metric], list[Sample]]:
+        scores = iter(answers.pairs)
+        each: dict[str, list[float]] = {"accuracy": [], "accuracy_per_character": [], "accuracy_per_byte": []}
+        samples = []
+        for prompt, choices, right in zip(self._prompts, self._choices, self._right, strict=True):
+            found = [next(scores).log_likelihood for _ in choices]
+            sizes = ([1] * len(choices), [*map(len, choices)], [len(one.encode()) for one in choices])
+            chosen = [_likeliest(found, size) for size in sizes]
+            for values, one in zip(each.values(), chosen, strict=True):
+                values.append(float(one in right))
+            samples.append(
+                {"prompt": prompt, "choices": choices, "log_likelihoods": found, "answer": right, "chosen": chosen[0]}
+            )
+        return {name: Metric.mean(values) for name, values in each.items()}, samples
+
+
+@dataclass
+class _Generate:
+    file: TaskFile
+    questions: Questions = field(init=False)
+
+    def __post_init__(self) -> None:
+        made: Generate = self.file.section
+        self._check = checks.find(made.check, f"{self.file.where}: {self.file.name}.check")
+        own = made.check in checks.OWN
+        before = _examples(self.file, lambda record: _answers(made, record)[0])
+        there = [own or made.answer in record[1] for record in self.file.records]
+        self._right = [
+            _answers(made, one) if known else [] for one, known in zip(self.file.records, there, strict=True)
+        ]
+        self._prompts = [before + filled(made.prompt, one, self.file.where) for one in self.file.records]
+        how = {name: getattr(made, name) for name in ("tokens", "stop", "temperature", "top_p", "top_k", "seed")}
+        self.questions = Questions(
+            prompts=[
+                Generation(prompt, **how, draw=(number, sample))
+                for number, prompt in enumerate(self._prompts)
+                for sample in range(made.samples)
+            ]
+        )
+
+    def result(self, answers: Answers) -> tuple[dict[str, Metric], list[Sample]]:
+        made: Generate = self.file.section
+        written = iter(answers.prompts)
+        samples, right = [], []
+        for prompt, known, (_, record) in zip(self._prompts, self._right, self.file.records, strict=True):
+            found = [next(written) for _ in range(made.samples)]
+            taken = [_extracted(made.extract, one.text) for one in found]
+            marks = [self._check(one, known, record) for one in taken]
+            right.append(marks)
+            stopped = [one.stopped for one in found]
+            texts = [one.text for one in found]
+            samples.append({"prompt": prompt, "answers": texts, "stopped": stopped, "answer": known, "right": marks})
+        metrics = {"accuracy": Metric.mean([sum(marks) / len(marks) for marks in right])}
+        if made.samples > 1:
+            metrics |= {f"pass@{k}": Metric.mean([pass_at(k, marks) for marks in right]) for k in made.k}
+        return metrics, samples
+
+
+def pass_at(k: int, marks: Sequence[float]) -> float:
+    """The unbiased estimate that one of k answers is right (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    right = sum(mark == 1 for mark in marks)
+    return 1.0 - math.comb(len(marks) - right, k) / math.comb(len(marks), k)
+
+
+def _examples(file: TaskFile, answer: Any) -> str:
+    """The prefix and the examples that precede each prompt."""
+    made = file.section
+    shots = (
+        f"{filled(made.prompt, one, file.where)}{made.delimiter}{answer(one)}{made.separator}" for one in file.shots
+    )
+    before: str = made.prefix + "".join(shots)
+    return before
+
+
+def _likeliest(found: Sequence[float], sizes: Sequence[int]) -> int:
+    return max(range(len(found)), key=lambda at: found[at] / sizes[at])
+
+
+def _choices(file: TaskFile, record: Record) -> list[str]:
+    made = file.section
+    if isinstance(made.choices, str):
+        found = value_of(made.choices, record)
+    else:
+        found = [filled(one, record, file.where) for one in made.choices]
+    if not isinstance(found, list) or len(found) < 2 or not all(isinstance(one, str) and one for one in found):
+        raise ConfigError(f"{record[0]}: choices: expected at least two texts, found {found!r}.")
+    return found
+
+
+def _right(made: Choice, record: Record, choices: Sequence[str]) -> list[int]:
+    """The numbers of the right choices."""
+    value = value_of(made.answer, record)
+    found = []
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, int) and not isinstance(one, bool) and 0 <= one < len(choices):
+            found.append(one)
+        elif isinstance(one, str) and one in choices:
+            found.append([*choices].index(one))
+        else:
+            raise ConfigError(
+                f"{record[0]}: {made.answer!r}: expected a number from 0 to {len(choices) - 1} or one of the choices, "
+                f"found {one!r}."
+            )
+    if not found:
+        raise ConfigError(f"{record[0]}: {made.answer!r}: there is no right choice.")
+    return found
+
+
+def _right_text(file: TaskFile, record: Record) -> str:
+    choices = _choices(file, record)
+    return choices[_right(file.section, record, choices)[0]]
+
+
+def _answers(made: Generate, record: Record) -> list[str]:
+    value = value_of(made.answer, record)
+    found = [str(one) for one in (value if isinstance(value, list) else [value]) if isinstance(one, (str, int, float))]
+    if not found:
+        raise ConfigError(f"{record[0]}: {made.answer!r}: there is no right answer.")
+    if made.check == "regex":
+        for one in found:
+            try:
+                re.compile(one)
+            except re.error as error:
+                raise ConfigError(f"{record[0]}: {made.answer!r}: {one!r} is no pattern: {error}.") from error
+    return found
+
+
+def _extracted(pattern: str, text: str) -> str:
+    """The part of a text that a pattern finds; nothing if it finds nothing."""
+    if not pattern:
+        return text
+    found = re.search(pattern, text)
+    return "" if found is None else found[1] if found.re.groups and found[1] is not None else found[0]
