@@ -12,6 +12,7 @@ from statistics import stdev
 from typing import Any
 
 import pytest
+import torch
 
 import eval_tasks
 import forge_cli
@@ -245,3 +246,30 @@ def test_a_difference_of_perplexities_is_one_of_log_likelihoods() -> None:
     assert better.p == pytest.approx(2 / 2**10, rel=0.5)
     mixed = [one + (0.3 if at % 2 else -0.3) for at, one in enumerate(before)]
     assert compare(Metric.perplexity(mixed, units), Metric.perplexity(before, units)).p > 0.9
+
+
+def test_requests_of_any_length_are_scored_as_alone(oracle: eval_tasks.ByTransformers) -> None:
+    from forge_train_tools.evaluation.scoring import Request, Scorer
+    from forge_train_tools.offline.opening import open_model
+
+    opened = open_model(Path("hf"), device="cpu")
+    random, vocabulary = torch.Generator().manual_seed(0), len(oracle.tokenizer)
+    requests = []
+    for context, continuation in ((1, 1), (3, 2), (1, 64), (63, 2), (64, 1), (90, 5), (200, 64), (7, 30)):
+        ids = torch.randint(vocabulary, (context + continuation,), generator=random).tolist()
+        requests.append((ids[:context], ids[context:]))
+        best = list(ids[:context])
+        for _ in range(min(continuation, 3)):  # what greedy decoding gives
+            with torch.no_grad():
+                best.append(int(oracle.model(torch.tensor([best[-64:]])).logits[0, -1].argmax()))
+        if len(best) <= oracle.longest:
+            requests.append((best[:context], best[context:]))
+    expected = [oracle.of_ids(*one) for one in requests]
+    assert {greedy for _, greedy in expected} == {True, False}
+    for batch in (1, 3, 32):
+        scorer = Scorer(opened.job, opened.model, batch)
+        found = scorer([Request(tuple(context), tuple(asked)) for context, asked in requests])
+        assert [one.greedy for one in found] == [greedy for _, greedy in expected]
+        assert [one.log_likelihood for one in found] == pytest.approx([total for total, _ in expected], rel=1e-6)
+        assert [one.cut for one in found] == [max(len(a) + len(b) - 65, 0) for a, b in requests]
+        assert [one.tokens for one in found] == [len(asked) for _, asked in requests]
