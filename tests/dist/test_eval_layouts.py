@@ -26,7 +26,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 }
 EXACT = ("fsdp2", "pp2")
 """Layouts on which every row is computed as one process computes it."""
-WHOLE = ("fsdp2", "tp2", "ep2")
+WHOLE = ("fsdp2", "tp2", "pp2", "ep2")
 """Layouts on which text can be generated."""
 
 
@@ -89,9 +89,9 @@ def test_a_failure_on_the_main_process_ends_the_others(desk: Path, monkeypatch: 
     assert "checks.py:boom failed: KeyError: 'gone'" in said
 
 
-def test_text_is_not_generated_by_half_a_model(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_not_generated_from_half_a_sequence(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     words = ("--task", "written.toml", "--samples", "half", "--task", "scored.toml", "--nproc", "2")
-    said = one_message(forge("eval", "runs/dense", *words, *LAYOUTS["pp2"]), 2)
-    assert "this layout cuts it by pp or cp" in said
+    said = one_message(forge("eval", "runs/dense", *words, *LAYOUTS["cp2"]), 2)
+    assert said == "Generating text needs whole sequences; set parallel.cp = 1."
     assert not Path("half").exists(), "nothing was computed"

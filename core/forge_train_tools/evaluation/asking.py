@@ -28,7 +28,7 @@ class Asked:
     """
 
     def __init__(self, job: Job, model: Model, batch: int) -> None:
-        self._job, self._model = job, model
+        self._job, self._model, self._batch = job, model, batch
         self._scorer = Scorer(job, model, batch)
         self.failed = False
         """True once a request has failed, on every rank."""
@@ -70,7 +70,7 @@ class Asked:
         return self._scorer(requests)
 
     def _texts(self, asked: Sequence[Generation]) -> list[Answer]:
-        return generate(self._job, self._model, asked)
+        return generate(self._job, self._model, asked, self._batch)
 
     def check(self, pairs: Sequence[tuple[str, str]], whole: Sequence[str], prompts: Sequence[Generation]) -> None:
         """Look at questions before anything is computed.
@@ -81,7 +81,7 @@ class Asked:
         self._scorer.check([texts.pair(self.tokenizer, *one) for one in pairs])
         for text in whole:
             next(texts.rolling(self.tokenizer, text, self.longest))
-        check(self._job, self.longest, prompts)
+        check(self._job, self._model, prompts)
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         """The scores of continuations after their contexts."""
@@ -102,7 +102,7 @@ class Asked:
         """The answers to prompts, in their order."""
         if not asked:
             return []
-        check(self._job, self.longest, asked)
+        check(self._job, self._model, asked)
         found: list[Answer] = self._ask("_texts", asked)
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,9 @@ from forge_train import Job, Model
 from forge_train.base.errors import ConfigError
 from forge_train_kit import hookspecs
 
-from ..offline.generate import Completion, Sampling
+from ..generation import rows
+from ..generation.engine import run
+from ..generation.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Generation:
         tokens: the most tokens of the answer.
         stop: texts that end it.
         temperature: 0 for the likeliest tokens; `top_p` and `top_k` as in `forge generate`.
-        seed: with `draw`, decides what is drawn: see `drawn`.
+        seed: decides with `draw` what is drawn, so that neither the order nor what is beside it changes an answer.
         draw: number of the request and of the sample.
     """
 
@@ -35,12 +36,6 @@ class Generation:
     seed: int = 0
     draw: tuple[int, int] = (0, 0)
 
-    @property
-    def drawn(self) -> int:
-        """The seed of this request's own generator: neither its order nor what is beside it changes an answer."""
-        digest = hashlib.blake2b(repr((self.seed, self.draw)).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -48,7 +43,7 @@ class Answer:
 
     Args:
         text: without the stop text.
-        stopped: why it ended: see `forge_train_tools.offline.generate.Stopped`.
+        stopped: why it ended: see `Stopped` in `forge_train_tools.generation.rows`.
         cut: number of tokens of the prompt that were left out on the left.
     """
 
@@ -57,43 +52,53 @@ class Answer:
     cut: int = 0
 
 
-def check(job: Job, longest: int, asked: Sequence[Generation]) -> None:
+def check(job: Job, model: Model, asked: Sequence[Generation]) -> None:
     """Look at what can be wrong before anything is computed.
 
     Raises:
-        ConfigError: the layout cuts the model, or there is no room for an answer.
+        ConfigError: this model or layout can't generate, or there is no room for an answer.
     """
-    if asked and max(job.dist.layout.pp, job.dist.layout.cp) > 1:
-        raise ConfigError("Generating text needs a whole model and whole sequences; this layout cuts it by pp or cp.")
+    if asked:
+        rows.check(job, model)
+    longest = rows.longest(model)
     for one in asked:
-        if one.tokens >= longest:
+        if longest is not None and one.tokens >= longest:
             raise ConfigError(
                 f"An answer may have {one.tokens:,} tokens, and the model reads {longest:,} with the prompt; ask for "
                 "fewer."
             )
 
 
-def generate(job: Job, model: Model, asked: Sequence[Generation]) -> list[Answer]:
-    """The answers, in order; every rank gets them."""
-    return [_answer(job, model, one) for one in asked]
+def generate(job: Job, model: Model, asked: Sequence[Generation], batch: int) -> list[Answer]:
+    """The answers, in order; every rank gets them.
+
+    Args:
+        job: the job.
+        model: with its weights.
+        asked: the prompts.
+        batch: answers that are written side by side; it changes none of them.
+    """
+    found: dict[int, Answer] = {}
+    cuts: dict[int, int] = {}
+    begun = (_row(job, model, number, one, cuts) for number, one in enumerate(asked))
+    for row in run(job, model, begun, slots=batch):
+        found[row.number] = Answer(row.text, row.stopped, cuts.pop(row.number))
+    return [found[number] for number in range(len(asked))]
 
 
-def _answer(job: Job, model: Model, asked: Generation) -> Answer:
-    tokenizer = hookspecs.tokenizer(job)
-    prompt, cut = asked.prompt, 0
-    longest = min((int(getattr(part, "max_sequence", 1 << 31)) for part in model.parts), default=1 << 31)
-    ids, room = tokenizer.encode(prompt), longest - asked.tokens - len(tokenizer.begin)
-    if len(ids) > room:
-        cut = len(ids) - room
-        prompt = tokenizer.decode(ids[cut:])
+def _row(job: Job, model: Model, number: int, asked: Generation, cuts: dict[int, int]) -> rows.TextRow:
+    """A prompt as the engine takes it, cut on its left if there is no room for the answer."""
+    tokenizer, longest = hookspecs.tokenizer(job), rows.longest(model)
+    ids = rows.encode(tokenizer, asked.prompt, whole=False)
+    begin = len(tokenizer.begin)
+    cut = cuts[number] = 0 if longest is None else max(len(ids) + asked.tokens - longest, 0)
     sampling = Sampling(
         tokens=asked.tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
-        seed=asked.drawn,
+        seed=asked.seed,
         stop=asked.stop,
     )
-    completion = Completion(job, model, prompt, sampling)
-    text = "".join(completion)
-    return Answer(text, completion.stopped, cut)
+    kept = [*ids[:begin], *ids[begin + cut :]]
+    return rows.TextRow(number, kept, sampling, tokenizer, longest=longest, request=asked.draw)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -46,7 +46,10 @@ class Row(Protocol):
         ...
 
 
-def run(job: Job, model: Model, rows: Iterator[Row], *, slots: int) -> Iterator[Row]:
+_R = TypeVar("_R", bound=Row)
+
+
+def run(job: Job, model: Model, rows: Iterator[_R], *, slots: int) -> Iterator[_R]:
     """Yield rows as they end.
 
     Every rank must iterate over equal rows, to the end; each is yielded on all of them. Data-parallel ranks share the
@@ -68,7 +71,7 @@ def run(job: Job, model: Model, rows: Iterator[Row], *, slots: int) -> Iterator[
         raise ConfigError("Generating text needs whole sequences; set parallel.cp = 1.")
     if model.looks_ahead:
         raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
-    return _Run(job, model, rows, slots).rows()
+    return cast("Iterator[_R]", _Run(job, model, rows, slots).rows())
 
 
 @dataclass
