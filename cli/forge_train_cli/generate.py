@@ -43,7 +43,7 @@ JOB = {"out": None, "samples": 1, "field": "", "long": "refuse", "logprobs": Fal
     "--from-file", multiple=True, metavar="SOURCE", help="Files, folders or patterns of records with a prompt."
 )
 @click.option("--out", type=click.Path(path_type=Path), help="With --from-file: the file of JSON lines to write.")
-@sampling_options
+@sampling_options(tokens=200)
 @click.option(
     "--drafts",
     default=0,

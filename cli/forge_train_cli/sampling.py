@@ -14,9 +14,24 @@ from forge_train.base.errors import ConfigError
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def sampling_options(function: _F) -> _F:
-    """Add the fields of `Sampling`, drafts left out; and --adapter and --template."""
-    for option in (
+def sampling_options(tokens: int) -> Callable[[_F], _F]:
+    """Add the fields of `Sampling`, drafts left out; and --adapter and --template.
+
+    Args:
+        tokens: the default of --tokens.
+    """
+
+    def decorate(function: _F) -> _F:
+        for option in _options(tokens):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _options(tokens: int) -> list[Callable[[_F], _F]]:
+    """The last comes first in the help."""
+    return [
         click.option(
             "--template",
             default="",
@@ -57,10 +72,8 @@ def sampling_options(function: _F) -> _F:
             metavar="T",
             help="Divides the logits; 0 takes the likeliest token.",
         ),
-        click.option("--tokens", default=200, show_default=True, metavar="N", help="The most tokens to generate."),
-    ):
-        function = option(function)
-    return function
+        click.option("--tokens", default=tokens, show_default=True, metavar="N", help="The most tokens to generate."),
+    ]
 
 
 def factors(adapters: tuple[str, ...]) -> dict[str, float]:

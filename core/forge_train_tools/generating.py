@@ -53,14 +53,12 @@ def generate(
     with alone(), shown(progress=False), unchanged():
         from .generation.generate import Generation
         from .generation.generate import generate as run
-        from .generation.sampling import Sampling
+        from .generation.sampling import sampling_of
 
-        stop = options.get("stop", ())
-        values: dict[str, Any] = {**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
         asked = Generation(
             path=path.path if isinstance(path, RunFolder) else Path(path),
             prompts=tuple([prompts] if isinstance(prompts, str) else prompts),
-            sampling=Sampling(**values),
+            sampling=sampling_of(options),
             samples=samples,
             chat=chat,
             logprobs=logprobs,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from pages import at_a_desk, blocks, typed
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 PAGE = "generate.md"
+MESSAGES = "".join(re.findall(r"^> (.*\n)", blocks(PAGE, "text")[0], re.MULTILINE))
+"""Lines of the chat."""
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,6 +24,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     (tmp_path / "questions.jsonl").write_text(blocks(PAGE, "json")[0], encoding="utf-8")
     shown = []
     for words in typed(PAGE):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(MESSAGES.encode())))
         ended = forge(*words, environment={"FORGE_SET": "run.device=cpu"})
         assert ended.code == 0, ended.err
         shown.append(ended.out)
@@ -29,6 +34,9 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert answers[2]["tokens"] == 5
     for name in ("shared.jsonl", "split.jsonl"):
         assert Path(name).read_bytes() == Path("answers.jsonl").read_bytes()
+    (chat,) = map(json.loads, Path("chat.jsonl").read_text().splitlines())
+    assert [one["role"] for one in chat["messages"]] == ["system", *2 * ["user", "assistant"]]
+    assert shown[2] == "".join(f"{one['content']}\n" for one in chat["messages"][2::2])
     capsys.readouterr()
     exec(blocks(PAGE, "python")[0], {})  # what a reader would type
     texts = eval(capsys.readouterr().out)

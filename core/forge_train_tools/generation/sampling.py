@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -82,6 +82,13 @@ class Sampling:
         ]
         if wrong:
             raise ConfigError("\n".join(wrong))
+
+
+def sampling_of(options: SamplingOptions) -> Sampling:
+    """The rule of some keywords; `stop` may be a single text."""
+    stop = options.get("stop", ())
+    values: dict[str, Any] = {**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+    return Sampling(**values)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,12 @@ from forge_train_kit.hookspecs import tokenizer
 from forge_train_kit.tokenizer import Tokenizer
 
 from ..generation.completion import Completion
-from ..generation.sampling import Sampling, SamplingOptions
+from ..generation.sampling import Sampling, SamplingOptions, sampling_of
 from .logits import logits_of
 from .opening import Opened
 
 if TYPE_CHECKING:
+    from ..generation.chat import Chat
     from ..generation.chats import ChatPrompts
 
 
@@ -74,10 +75,7 @@ class TrainedModel:
 
     def stream(self, prompt: str = "", *, chat: bool = False, **options: Unpack[SamplingOptions]) -> Iterator[str]:
         """Yield the pieces of what `generate` returns, as they arrive."""
-        stop = options.pop("stop", ())
-        ends = (stop,) if isinstance(stop, str) else tuple(stop)
-        values: dict[str, Any] = {**options, "stop": ends}
-        return iter(self.complete(prompt, Sampling(**values), chat=chat))
+        return iter(self.complete(prompt, sampling_of(options), chat=chat))
 
     def complete(self, prompt: str, sampling: Sampling, *, chat: bool = False, template: str = "") -> Completion:
         """The completion behind `stream`, which also knows why and after how many tokens it ended."""
@@ -97,6 +95,22 @@ class TrainedModel:
         from ..generation.chats import ChatPrompts
 
         return ChatPrompts(self._opened.job, self.path, self._opened.adapters, template)
+
+    def chat(self, *, system: str = "", template: str = "", **options: Unpack[SamplingOptions]) -> Chat:
+        """A chat with the model: `for piece in model.chat().answer("Hello"): …`
+
+        Args:
+            system: the system's message; empty for none.
+            template: another chat template than the model's: `chatml`, `llama3`, `plain` or a file.
+            options: as in `generate`.
+
+        Raises:
+            ConfigError: the model can't chat.
+        """
+        from ..generation.chat import Chat
+
+        opened = self._opened
+        return Chat(opened.job, opened.model, self.chats(template), sampling_of(options), system)
 
     def logits(self, text: str | Sequence[int]) -> Tensor:
         """The logits after each token of a text: `[tokens, vocabulary]`, fp32 on the CPU.

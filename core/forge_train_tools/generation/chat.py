@@ -1,0 +1,127 @@
+"""A chat with a model: its history, and answers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge_train.base.errors import ConfigError
+from forge_train.base.strict_json import dumps
+from forge_train.contract.model import Model
+from forge_train.plugin.job import Job
+from forge_train_kit import hookspecs
+
+from .chats import ChatPrompts, shorter
+from .completion import Completion
+from .rows import check, check_whole, encode, longest
+from .sampling import Sampling
+
+
+class Chat:
+    """A conversation that a model continues.
+
+    Args:
+        job: of the model.
+        model: with its weights.
+        prompts: its chat template.
+        sampling: how to choose tokens.
+        system: the system's message; empty for none.
+
+    Raises:
+        ConfigError: the model can't chat, or its template takes no system's message.
+    """
+
+    def __init__(self, job: Job, model: Model, prompts: ChatPrompts, sampling: Sampling, system: str = "") -> None:
+        check_whole(job, model)
+        check(job, model)
+        self._job, self._model, self._prompts, self._sampling = job, model, prompts, sampling
+        self._longest = longest(model)
+        self._turns: list[dict[str, Any]] = []
+        self._answers = 0
+        self.left_out = 0
+        """Number of turns, the oldest, that the newest answer did without, as there was no room for them."""
+        self.completion: Completion | None = None
+        """The newest answer."""
+        self.system = ""
+        self.set_system(system)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All messages so far, the system's first."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self._turns]
+
+    def set_system(self, text: str) -> None:
+        """Put a system's message in the place of the one before; empty for none.
+
+        Raises:
+            ConfigError: the template takes none; the one before stays.
+        """
+        before, self.system = self.system, text
+        try:
+            self._prompts.render([*self.messages[: bool(text)], {"role": "user", "content": "?"}])
+        except ConfigError:
+            self.system = before
+            raise
+
+    def reset(self) -> None:
+        """Forget all messages but the system's."""
+        self._turns.clear()
+
+    def save(self, file: Path) -> None:
+        """Write the messages as a record that training and `forge generate --from-file` read.
+
+        Raises:
+            ConfigError: there are none, the file is there, or can't be written.
+        """
+        if not self._turns:
+            raise ConfigError("There is nothing to save yet.")
+        try:
+            with file.open("x", encoding="utf-8") as out:
+                out.write(f"{dumps({'messages': self.messages})}\n")
+        except FileExistsError as error:
+            raise ConfigError(f"{file} exists; name a new file.") from error
+        except OSError as error:
+            raise ConfigError(f"{file}: can't be written: {error.strerror or error}.") from error
+
+    def answer(self, text: str) -> Iterator[str]:
+        """Yield the pieces of an answer to a user's message, as they arrive. Both become part of the history, an answer
+        that is given up half-way too.
+
+        Raises:
+            ConfigError: the template refuses the message, or it is too long.
+        """
+        message = {"role": "user", "content": text}
+        self.completion = None
+        self.completion = completion = self._completion([*self.messages, message])
+        try:
+            yield from completion
+        finally:
+            if completion.text or completion.stopped:
+                self._turns += [message, {"role": "assistant", "content": completion.text}]
+
+    def _completion(self, messages: Sequence[Mapping[str, Any]]) -> Completion:
+        prompt = ""
+        for left_out, some in enumerate(shorter(messages)):
+            prompt = self._prompts.render(some)
+            self.left_out = left_out
+            if self._fits(prompt):
+                break
+        self._answers += 1
+        return Completion(
+            self._job,
+            self._model,
+            prompt,
+            self._sampling,
+            whole=True,
+            ends=self._prompts.ends,
+            request=self._answers - 1,
+        )
+
+    def _fits(self, prompt: str) -> bool:
+        """True if there is room for an answer, or for a quarter of what the model reads at once."""
+        if self._longest is None:
+            return True
+        tokens = len(encode(hookspecs.tokenizer(self._job), prompt, whole=True))
+        return tokens + min(self._sampling.tokens, self._longest // 4) <= self._longest
