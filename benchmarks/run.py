@@ -14,6 +14,7 @@
     python benchmarks/run.py checkpoints     # what a save costs: benchmarks/results/checkpoints.md
     python benchmarks/run.py huggingface     # exchange with transformers: benchmarks/results/huggingface.md
     python benchmarks/run.py surviving       # a killed rank, and those that watch: benchmarks/results/surviving.md
+    python benchmarks/run.py records         # records through a model: benchmarks/results/records.md
     python benchmarks/run.py chaos           # 100 misfortunes on two ranks: benchmarks/results/chaos.md
 
 Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
@@ -46,6 +47,7 @@ PRESETS = HERE / "results" / "presets.md"
 CHECKPOINTS = HERE / "results" / "checkpoints.md"
 HUGGING_FACE = HERE / "results" / "huggingface.md"
 SURVIVING = HERE / "results" / "surviving.md"
+RECORDS = HERE / "results" / "records.md"
 FORGE = [sys.executable, "-m", "forge_train_cli"]
 
 
@@ -419,6 +421,59 @@ def surviving() -> list[Row]:
     return rows
 
 
+def records() -> list[Row]:
+    """A forward-only job that is killed, and what it costs beside the model."""
+    sys.path.insert(0, str(HERE))
+    from records import COUNT, FEW, LARGE, LAYOUTS, SMALL, desk, killed, shares, train, used
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        desk(folder)
+        train(folder, "small", SMALL)
+        train(folder, "large", LARGE)
+        rows = []
+        for suffix in ("jsonl", "parquet", "safetensors"):
+            whole, stops = used(folder, "many", f"whole.{suffix}"), killed(folder, f"killed.{suffix}")
+            same = (folder / f"whole.{suffix}").read_bytes() == (folder / f"killed.{suffix}").read_bytes()
+            at = ", ".join(f"{one:,}" for one in stops)
+            rows.append(
+                Row(
+                    f"{COUNT:,} records into .{suffix}, killed {len(LAYOUTS)} times (after {at})",
+                    "the same bytes" if same else "other bytes",
+                    "the same bytes",
+                    same,
+                )
+            )
+            more = whole.peak / used(folder, "few", f"few.{suffix}").peak - 1
+            rows.append(
+                Row(
+                    f"memory for {COUNT:,} records over that for {FEW:,}, .{suffix}",
+                    f"{more:+.1%}",
+                    "≤ 5%",
+                    more <= 0.05,
+                )
+            )
+            for outputs in ("log_likelihood", "layers.*.hidden"):
+                found = shares(folder, f"shares-{outputs[:3]}.{suffix}", outputs)
+                speed = found.records / (found.check + found.forward + found.rest)
+                rows.append(
+                    Row(
+                        f"time outside forward passes, {outputs}, .{suffix} ({speed:,.0f} records/s)",
+                        f"{found.outside:.1%}",
+                        "≤ 10%",
+                        found.outside <= 0.1,
+                    )
+                )
+    note = (
+        f"Stretches of 20 to 120 bytes of the standard library's sources. Kills and memory with a model of {SMALL[1]} "
+        f"layers of width {SMALL[0]}, time with one of {LARGE[1]} of {LARGE[0]}. A kill is SIGKILL of all processes: "
+        "of one, of fsdp2 on two, of a pipeline of two, and of fsdp2 again; one process finishes. Memory is the peak "
+        "of one process."
+    )
+    RECORDS.write_text(table(rows, "Records", "python benchmarks/run.py records", note), encoding="utf-8")
+    return rows
+
+
 def chaos() -> list[Row]:
     """Runs that meet misfortunes; the page has a line for each kind."""
     code = subprocess.run([sys.executable, str(HERE / "chaos.py")], check=False).returncode
@@ -445,12 +500,12 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     for part in (
         *(startup, first, loop, transformers, loss, text, quickstart, trials),
         *(parallel, experts, low_precision, optimizers, attention, observing, data, planning),
-        *(presets, checkpoints, huggingface, surviving, chaos),
+        *(presets, checkpoints, huggingface, surviving, records, chaos),
     )
 }
 APART = {
     *("parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data", "planning"),
-    *("presets", "checkpoints", "huggingface", "surviving", "chaos"),
+    *("presets", "checkpoints", "huggingface", "surviving", "records", "chaos"),
 }
 """Those that have a table of their own."""
 

@@ -110,6 +110,15 @@ def test_answers(script: Script, tmp_path: Path) -> None:
     assert asked.share(asked.base) == 0.0
 
 
+def test_records(script: Script, tmp_path: Path) -> None:
+    records = script("records", COUNT=24, FEW=16, SHARED=8)
+    records.desk(tmp_path)
+    records.train(tmp_path, "large", (16, 1))
+    found = records.shares(tmp_path, "out.parquet", "log_likelihood")
+    assert found.records == 8
+    assert 0 < found.outside < 1
+
+
 def test_metrics_and_trackers(script: Script) -> None:
     observing = script("observing", WARM_UP=2, STEPS=3)
     assert observing.run(observing.Observes, "csv", "tensorboard") is not None
