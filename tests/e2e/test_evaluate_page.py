@@ -36,4 +36,5 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     ]
     assert "acc_norm" in said[3].out
     assert "Paired, by record" in said[7].out
+    assert "lm_eval.comes.acc_norm" in Path("runs/watched/events.jsonl").read_text()
     assert "p = " in said[8].out

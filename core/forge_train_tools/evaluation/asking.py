@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from forge_train import Job, Model
 from forge_train_kit import hookspecs
 
 from . import texts
-from .generating import Answer, Generation, check, generate
-from .scoring import Request, Score, Scorer
+from .generating import Answer, Generation, check_prompts, generate
+from .scoring import Request, Score, Scorer, check
 
 _T = TypeVar("_T")
 _END = "end"
+
+
+class Answering(Protocol):
+    """Answers requests, in their order."""
+
+    failed: bool
+    """True if a model has failed."""
+
+    def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Score]: ...
+    def rolling(self, whole: Sequence[str]) -> list[Score]: ...
+    def generate(self, asked: Sequence[Generation]) -> list[Answer]: ...
 
 
 class Asked:
@@ -78,10 +89,10 @@ class Asked:
         Raises:
             ConfigError: for one that can't be asked.
         """
-        self._scorer.check([texts.pair(self.tokenizer, *one) for one in pairs])
+        check([texts.pair(self.tokenizer, *one) for one in pairs], self.longest)
         for text in whole:
             next(texts.rolling(self.tokenizer, text, self.longest))
-        check(self._job, self._model, prompts)
+        check_prompts(self._job, self._model, prompts)
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         """The scores of continuations after their contexts."""
@@ -102,7 +113,7 @@ class Asked:
         """The answers to prompts, in their order."""
         if not asked:
             return []
-        check(self._job, self._model, asked)
+        check_prompts(self._job, self._model, asked)
         found: list[Answer] = self._ask("_texts", asked)
         return found
 

@@ -52,7 +52,7 @@ class Answer:
     cut: int = 0
 
 
-def check(job: Job, model: Model, asked: Sequence[Generation]) -> None:
+def check_prompts(job: Job, model: Model, asked: Sequence[Generation]) -> None:
     """Look at what can be wrong before anything is computed.
 
     Raises:

@@ -20,7 +20,7 @@ from forge_train.base.errors import ConfigError, ForgeError, describe, nearest
 from .results import Metric, TaskResult
 
 if TYPE_CHECKING:
-    from .asking import Asked
+    from .asking import Answering
     from .local_tasks import Sample
 
 YAML = (".yaml", ".yml")
@@ -50,7 +50,14 @@ class Harness:
         self.writes = any(one.OUTPUT_TYPE == "generate_until" for one in loaded["tasks"].values())
         """True if a task has the model write."""
 
-    def run(self, asked: Asked) -> Iterator[tuple[TaskResult, list[Sample]]]:
+    def each(self) -> list[Harness]:
+        """Every task by itself."""
+        return [
+            Harness({"tasks": {name: task}, "groups": {}, "group_map": {}}, self._limit)
+            for name, task in self._loaded["tasks"].items()
+        ]
+
+    def run(self, asked: Answering) -> Iterator[tuple[TaskResult, list[Sample]]]:
         """Evaluate a model on them; gives the result and the samples of each, and the result of each group."""
         from lm_eval import evaluate
 
@@ -158,7 +165,9 @@ def _answers(host: str, port: int) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Stdout is for results, and the harness prints and logs how it is doing."""
-    log = logging.getLogger("lm_eval")
+    import lm_eval
+
+    log = logging.getLogger(lm_eval.__name__)
     level = log.level
     log.setLevel(logging.ERROR)
     try:

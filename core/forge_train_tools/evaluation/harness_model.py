@@ -11,7 +11,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from forge_train.base.errors import ConfigError
 
-from .asking import Asked
+from .asking import Answering
 from .generating import Generation
 
 TOKENS = 256
@@ -22,7 +22,7 @@ _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 class HarnessModel(LM):  # type: ignore[misc] # it has no types
     """Passes requests on, on all ranks together: to the harness it is one process."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Answering) -> None:
         super().__init__()
         self._asked = asked
         self.cut = Counter[str]()
