@@ -251,7 +251,7 @@ class TestCheck:
 
         whole = infer(tmp_path / "whole.jsonl")
         encoded.clear()
-        monkeypatch.setattr(share, "KEPT", 100)
+        monkeypatch.setattr(share, "KEPT", 10_000)
         assert infer(tmp_path / "out.jsonl") == whole
         assert encoded[:40] == [*range(40)]
         assert 10 < len(encoded[40:]) < 40

@@ -21,7 +21,11 @@ Long = Literal["refuse", "left", "windows"]
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
+_OBJECTS = 600
+"""Bytes that the objects of a record take beside its tokens, about."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """A record as the model reads it."""
 
@@ -37,6 +41,11 @@ class Tokens:
     """Number of tokens that were left out on the left."""
     offsets: NDArray[np.int32] | None = None
     """Start and end of each token's characters in the record's text, `[tokens, 2]`, if asked for."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes, about."""
+        return _OBJECTS + self.ids.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
 
 
 @dataclass(frozen=True)

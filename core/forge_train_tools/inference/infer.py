@@ -40,7 +40,7 @@ from .share import Share
 __all__ = ["Inference", "InferenceOptions", "Inferred", "infer"]
 
 CHUNK = 16
-"""Micro-batches of each data-parallel rank between two writes."""
+"""Micro-batches of each data-parallel rank between two writes, times outputs: they are in memory on every rank."""
 _UNLIMITED = 1 << 31
 
 
@@ -153,8 +153,9 @@ def _computed(
     batches = Batches(share, job, size, longest=encode.longest, pad=pad, start=start, documents=not of_tokens)
     collector, lines = Collector(job, chosen), Lines(job, share, chosen.names, form)
     evaluator = Evaluator("infer", lambda: batches, collector.measure, {})
+    chunk = max(CHUNK // len(chosen.names), 1)
     while done < share.count:
-        steps = min(CHUNK, -(-(share.total - batches.position) // (size * job.dist.data_ranks)))
+        steps = min(chunk, -(-(share.total - batches.position) // (size * job.dist.data_ranks)))
         with collector.watched(forward.model):
             forward.measure(evaluator, batches, steps, "forge infer")
         found = lines.take(collector, batches, done)

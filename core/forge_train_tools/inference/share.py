@@ -16,8 +16,8 @@ from forge_train.base.errors import ConfigError
 from .encoding import Encoder, Span, Tokens
 from .records import KEY, Placed, Records
 
-KEPT = 8 << 20
-"""Tokens that a rank keeps from the check until it computes them, at 4 bytes each."""
+KEPT = 64 << 20
+"""Bytes of tokens that a rank keeps from the check until it computes them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Share:
                     continue
                 one = self.encode(number, where, record)
                 sizes.append(len(windows(one, self.encode.longest)) if self.windowed else 1)
-                if (room := room - len(one.ids)) >= 0:
+                if (room := room - one.bytes) >= 0:
                     self._kept[number] = one
         except ConfigError as error:
             problem = (number, error)
