@@ -137,18 +137,21 @@ class AttentionOptions:
         needs `blocks`.
         """
         queries, keys = query.shape[1], key.shape[1]
-        needed = {
-            "documents": self.document_ids is not None,
-            "offsets": self.offset is not None or (queries != keys and self.lengths is None),
-            "windows": self.window is not None,
-            "dropout": self.dropout is not None,
-            "soft_caps": self.soft_cap is not None,
-            "sinks": self.sinks is not None,
-            "log_sum_exp": self.log_sum_exp,
-            "blocks": self.query_document_ids is not None or not 0 <= self.first_query(query, key) <= keys - queries,
-            "lengths": self.lengths is not None,
-        }
-        return tuple(flag for flag, value in needed.items() if value)
+        options = (
+            ("documents", self.document_ids),
+            ("windows", self.window),
+            ("dropout", self.dropout),
+            ("soft_caps", self.soft_cap),
+            ("sinks", self.sinks),
+            ("log_sum_exp", self.log_sum_exp or None),
+            ("lengths", self.lengths),
+        )
+        needed = [flag for flag, value in options if value is not None]
+        if self.offset is not None or (queries != keys and self.lengths is None):
+            needed.append("offsets")
+        if self.query_document_ids is not None or not 0 <= self.first_query(query, key) <= keys - queries:
+            needed.append("blocks")
+        return tuple(needed)
 
     def check(self, able: KernelCapabilities, query: Tensor, key: Tensor) -> None:
         """Refuse a call that a kernel would otherwise compute without some of its options.

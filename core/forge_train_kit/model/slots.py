@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -78,12 +77,6 @@ class Slots:
             self.lengths[row] += 1
         if max(self.lengths[:rows]) > self.capacity:
             raise ValueError(f"A row has {max(self.lengths[:rows])} positions; there is room for {self.capacity}.")
-
-    @property
-    def positions(self) -> Tensor:
-        """`[rows, 1]` int64: the positions of the tokens of a forward that continues rows."""
-        ends = self.lengths[: self.active]
-        return torch.tensor([end - 1 for end in filled(ends, ends[0])], device=self.device)[:, None]
 
     def places(self, window: int | None) -> tuple[Tensor, Tensor, int]:
         """Of the rows that continue: where the newest positions are kept, as row · columns + column; how many positions
@@ -212,12 +205,17 @@ class SlotCache(PositionMemory):
         (keys, values), lengths = found
         query = query[: len(keys)]
         if self.slots.joint:
-            return self.slots.outward(kernel(query, keys, values, replace(options, window=None, lengths=lengths)))
-        options, out = replace(options, window=None), []
+            return self.slots.outward(kernel(query, keys, values, _of_last(options, lengths)))
+        options, out = _of_last(options), []
         for row, length in enumerate(lengths.tolist()):
             some = slice(row, row + 1)
             out.append(kernel(query[some], keys[some, :length], values[some, :length], options))
         return self.slots.outward(torch.cat(out))
+
+
+def _of_last(options: AttentionOptions, lengths: Tensor | None = None) -> AttentionOptions:
+    """Options of a query that sees all keys in memory."""
+    return type(options)(scale=options.scale, soft_cap=options.soft_cap, sinks=options.sinks, lengths=lengths)
 
 
 def columns_of(capacity: int, window: int | None) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError, ForgeError
@@ -149,7 +150,7 @@ class _Run:
     def _chosen(self, asked: Sequence[Sequence[Row]], logits: Sequence[Tensor | None]) -> Iterator[Row]:
         """Add the tokens of all replicas; rows that end with them leave their places."""
         mine = asked[self._job.dist.data_rank]
-        everybody = self._shared(lambda: [_choice(row, one) for row, one in zip(mine, logits, strict=False)])
+        everybody = self._shared(lambda: [row.choose(one) for row, one in zip(mine, _sound(mine, logits), strict=True)])
         for replica, rows, choices in zip(self._replicas, asked, everybody, strict=True):
             for row, choice in zip(rows, choices, strict=True):
                 row.add(choice)
@@ -200,11 +201,12 @@ def _length(row: Row) -> int:
     return row.prompt + row.most
 
 
-def _choice(row: Row, logits: Tensor | None) -> Any:
-    if logits is None:
-        raise RuntimeError(f"no logits of request {row.number} are here")
-    if bool(logits.isnan().any()):
+def _sound(rows: Sequence[Row], logits: Sequence[Tensor | None]) -> list[Tensor]:
+    """The logits of rows, if they are numbers."""
+    found = [one for one in logits if one is not None]
+    if found and bool(torch.stack(found).isnan().any()):
+        row = next(row for row, one in zip(rows, found, strict=False) if bool(one.isnan().any()))
         raise ForgeError(
             f"The model's logits are NaN after {len(row.ids)} tokens of request {row.number}: its weights are damaged."
         )
-    return row.choose(logits)
+    return found

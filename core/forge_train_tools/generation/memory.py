@@ -88,9 +88,9 @@ class SideBySide:
         if not rows:
             return [self.idle()]
         self._slots.advance(len(rows))
-        ids = filled([one[-1] for one in rows], 0)
-        given = _tensor(ids, self._slots.device)[:, None]
-        return [Call(given, self._slots.positions, self._caches, len(rows))]
+        last = filled([one[-1] for one in rows], 0), filled([len(one) - 1 for one in rows], 0)
+        ids, positions = _tensor(last, self._slots.device).unsqueeze(-1)
+        return [Call(ids, positions, self._caches, len(rows))]
 
     def idle(self) -> Call:
         return Call(_tensor([[0]], self._slots.device))
