@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,6 +75,16 @@ def classes(job: Job) -> Classes:
 def loss(job: Job) -> LossFunction:
     """The loss of hidden states against labels."""
     raise AssertionError
+
+
+@hookspec("questions", asked=None, used_later=True)
+def intervene(model: Model, job: Job) -> Mapping[str, Callable[..., Any]] | None:
+    """Name modules whose activations are changed where the model is evaluated, asked or looked at, never in training.
+
+    A pattern of modules → a function of what such a module gives (`[rows, tokens, …]` with all features, on any layout)
+    and of its `Positions`, which gives values of the same shape; `forge_train_kit.activations.OfInput` makes it one of
+    what the module is given.
+    """
 
 
 @hookspec("chain", optional=True, asked=None, starts_only=True)

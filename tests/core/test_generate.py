@@ -160,7 +160,7 @@ class Scripted(nn.Module):
 def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **values: Any) -> Completion:
     tokenizer = tokenizer or ByteTokenizer()
     task = SimpleNamespace(outputs=lambda part, hidden, batch: hidden)
-    answers = {"tokenizer": tokenizer, "task": task}
+    answers = {"tokenizer": tokenizer, "task": task, "intervene": []}
     hooks = SimpleNamespace(provider={"tokenizer": "text"}.get, call=lambda spec, _: answers[spec.name])
     hooks.gives = lambda slot: "token_logits"
     dist = SimpleNamespace(layout=SimpleNamespace(pp=1, cp=1), on_main=lambda function: function())

@@ -148,6 +148,10 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ([torch.tanh], "expected a dictionary of function or None, found a list"),
         ({"sure": 3}, "found a dict, and in it 3"),
     ],
+    "intervene": [
+        ([torch.tanh], "expected a dictionary of function or None, found a list"),
+        ({"layers.0": 3}, "found a dict, and in it 3"),
+    ],
     "tokenizer": [(Encodes(), "which lacks encode"), (Encodes, "the class Encodes itself")],
     "classes": [
         (["ham", "spam"], "expected a Classes, found a list"),

@@ -29,7 +29,7 @@ EXACT = ("fsdp2", "pp2")
 CELLS = (
     *(("decoder", layout) for layout in ("fsdp2", "tp2", "tp2_whole", "pp2", "cp2")),
     *(("moe", "ep2"), ("moe", "tp2"), ("mla", "tp2"), ("delta_net", "cp2"), ("delta_net", "tp2")),
-    *(("arcee", "tp2"), ("olmoe", "ep2"), ("gpt_neox", "cp2")),
+    *(("arcee", "tp2_whole"), ("arcee", "pp2"), ("olmoe", "ep2"), ("gpt_neox", "cp2")),
 )
 
 

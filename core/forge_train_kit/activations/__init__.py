@@ -8,8 +8,28 @@ Importing it imports torch.
 
 from __future__ import annotations
 
-from .layout import Layouts, Piece, matched_modules
+from .attention import attention_weights
+from .edit import Edit, Interventions, OfInput, Positions
+from .heads import HeadColumns, head_columns, layer_names, layers_of
+from .layout import Layouts, Piece
+from .modules import matched_modules
 from .record import Recorder, Reduce
 from .whole import Recorded
 
-__all__ = ["Layouts", "Piece", "Recorded", "Recorder", "Reduce", "matched_modules"]
+__all__ = [
+    "Edit",
+    "HeadColumns",
+    "Interventions",
+    "Layouts",
+    "OfInput",
+    "Piece",
+    "Positions",
+    "Recorded",
+    "Recorder",
+    "Reduce",
+    "attention_weights",
+    "head_columns",
+    "layer_names",
+    "layers_of",
+    "matched_modules",
+]

@@ -9,7 +9,7 @@ from torch import nn
 
 from forge_train.contract.model import Model
 
-from .layout import named_modules
+from .modules import named_modules
 
 
 class Called:

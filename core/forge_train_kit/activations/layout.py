@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from forge_train.base.errors import ConfigError, nearest
+from forge_train.base.errors import ConfigError
 from forge_train.contract.batch import Batch
 from forge_train.contract.model import Model
 from forge_train.mesh.tensors import full_tensor, local
 from forge_train.plugin.job import Job
 
 from ..model import TensorStyle
+from .modules import named_modules
 
 Kind = Literal["tokens", "rows", "micro_batch"]
 """`tokens`: values are `[rows, tokens, …]`; `rows`: `[rows, …]`; `micro_batch`: one value for all rows together."""
@@ -46,58 +47,6 @@ class Piece:
     """Index of this rank in that group, and number of its ranks."""
     added: bool = False
     """True if pieces of one row are to be added up, and not put next to each other."""
-
-
-def named_modules(model: Model) -> dict[str, nn.Module]:
-    """Every module by global name; one that several layers share, such as a rotary table, under each of its names."""
-    found = {name: module for name, module in model.named_modules() if name}
-    for part in model.parts:
-        found |= {name: module for name, module in part.named_modules(remove_duplicate=False) if name}
-    return found
-
-
-def matched_modules(model: Model, job: Job, patterns: Sequence[str], key: str) -> dict[str, nn.Module]:
-    """The modules of this rank's parts that patterns name, by global name.
-
-    Every rank must call it: a pattern has to match on some stage of a pipeline, not on all.
-
-    Args:
-        model: composed.
-        job: its job.
-        patterns: as `fnmatch` takes them: `layers.*.attention`, where `*` stands for dots too.
-        key: the configuration's key, for messages.
-
-    Raises:
-        ConfigError: for a pattern that matches nothing, or a module inside of what `torch.compile` has taken.
-    """
-    modules = named_modules(model)
-    everywhere = list(dict.fromkeys(name for names in job.dist.gather_stages([*modules]) for name in names))
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in everywhere):
-            raise ConfigError(f"{key}: {pattern!r} matches no module.{nearest(pattern, everywhere)}", key=key)
-    found = {name: one for name, one in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    compiled = [name for name, one in modules.items() if one._compiled_call_impl is not None]
-    for name in found:
-        if unit := next((one for one in compiled if f"{name}.".startswith(f"{one}.")), ""):
-            raise ConfigError(
-                f"{key}: {name!r} is part of {unit!r}, which torch.compile has taken, so that its activations can't be "
-                "seen without changing what is computed. Leave compilation out.",
-                key=key,
-            )
-    return found
-
-
-def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in what a module gave, each with its place: empty, `[0]`, `[name]`."""
-    if isinstance(value, Tensor):
-        yield "", value
-    elif isinstance(value, Mapping):
-        yield from ((f"[{key}]{place}", one) for key, inner in value.items() for place, one in tensors_in(inner))
-    elif isinstance(value, (tuple, list)):
-        yield from ((f"[{at}]{place}", one) for at, inner in enumerate(value) for place, one in tensors_in(inner))
-    elif is_dataclass(value) and not isinstance(value, type):
-        named = ((field.name, getattr(value, field.name)) for field in fields(value))
-        yield from ((f"[{name}]{place}", one) for name, inner in named for place, one in tensors_in(inner))
 
 
 class Layouts:
@@ -163,6 +112,34 @@ class Layouts:
         axis = None if dim is None else dim + 1
         return Piece(x[None], "micro_batch", samples[:1], None, length, axis, certain, part)
 
+    def full(
+        self, name: str, x: Tensor, batch: Batch, side: Side = "output"
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """An activation with all features of all tokens that this rank's group holds, and the way back from there.
+
+        The ranks of tensor parallelism must call it together. No gradients pass.
+
+        Raises:
+            ConfigError: if ranks of context parallelism hold different heads of it.
+        """
+        dim, certain = self._split(name, x, side)
+        if (shards := getattr(x, "placements", None)) is not None:
+            return full_tensor(x), partial(_sharded, x, shards)
+        rows, tokens = batch.inputs.shape[:2]
+        if self.cp > 1 and x.shape[:2] == (rows, tokens * self.cp):
+            raise ConfigError(f"{name!r} has whole sequences of some heads on each rank, and can't be changed there.")
+        each = -(-tokens // self.tp)
+        if self.tp > 1 and each < tokens and x.shape[:2] == (rows, each):
+            whole = torch.cat(self._job.dist.gather_tensors(x.contiguous(), "tp"), 1)[:, :tokens]
+            return whole, partial(_own_tokens, rank=self.tp_rank, each=each)
+        if dim is None:
+            return x, _same
+        parts = self._job.dist.gather_tensors(x.contiguous(), "tp")
+        if not certain and all(torch.equal(one, parts[0]) for one in parts):
+            return x, _same
+        start = sum(one.shape[dim] for one in parts[: self.tp_rank])
+        return torch.cat(parts, dim), partial(torch.narrow, dim=dim, start=start, length=x.shape[dim])
+
     def _tokens(self, name: str, x: Tensor, batch: Batch, start: int) -> tuple[Tensor, Tensor, int | None] | None:
         """`[rows, tokens, …]`, the positions, and how many axes were added in front of the features, None where ranks
         divide the tokens and not the features; None if there are no tokens."""
@@ -195,10 +172,27 @@ class Layouts:
             own = x.ndim > 3 or (x.ndim == 1 and hasattr(self._modules[name], "heads_piece"))
             split = {"colwise": last, "features": last, "channels": min(2, last), "heads": heads if own else None}
             return split.get(style), True
-        if _rows_split(self._modules[name]):
+        if _rows_split(self._modules[name], x.shape[-1] if x.ndim else 0):
             return last, True
         inside = any(self._styles.get(path) in BLOCKS for path in _around(name))
         return (heads, False) if inside else (None, True)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _own_tokens(x: Tensor, rank: int, each: int) -> Tensor:
+    """A rank's piece of the tokens; zeros fill up the last one."""
+    own = x[:, rank * each : (rank + 1) * each]
+    filler = own.new_zeros(own.shape[0], each - own.shape[1], *own.shape[2:])
+    return torch.cat([own, filler], 1)
+
+
+def _sharded(like: Any, placements: Any, x: Tensor) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x, like.device_mesh, placements)
 
 
 def _plan(part: nn.Module) -> Mapping[str, TensorStyle]:
@@ -232,9 +226,10 @@ def _local(x: Tensor) -> Tensor:
     return held
 
 
-def _rows_split(module: nn.Module) -> bool:
-    """Return True if a linear holds some of its output features, as those that transforms add may."""
+def _rows_split(module: nn.Module, features: int) -> bool:
+    """Return True if a linear gives some of its output features, as those that transforms add may."""
     weight = module._parameters.get("weight")
     names = getattr(getattr(weight, "device_mesh", None), "mesh_dim_names", None) or ()
     places = getattr(weight, "placements", ())
-    return any(name == "tp" and place.is_shard(0) for name, place in zip(names, places, strict=True))
+    split = any(name == "tp" and place.is_shard(0) for name, place in zip(names, places, strict=True))
+    return split and weight is not None and weight.shape[0] != features

@@ -17,7 +17,8 @@ from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 
 from .called import Called
-from .layout import Layouts, Piece, matched_modules, tensors_in
+from .layout import Layouts, Piece
+from .modules import matched_modules, tensors_in
 from .whole import Recorded, joined
 
 Reduce = Literal["none", "mean", "last", "norm"]

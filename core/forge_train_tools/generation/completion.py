@@ -9,6 +9,7 @@ from torch import Tensor
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 from forge_train_kit import hookspecs
+from forge_train_kit.activations import Interventions
 
 from ..offline import drafting
 from ..offline.logits import Logits
@@ -56,6 +57,7 @@ class Completion:
         if sampling.drafts:
             drafting.check(job, self._part, sampling.drafts)
         self.drafts = drafting.Drafts()
+        self._interventions = Interventions.of(model, job)
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -81,7 +83,8 @@ class Completion:
         modes = [(module, module.training) for module in self._part.modules()]
         self._part.eval()
         try:
-            for choice in self._drafted() if self._sampling.drafts else self._drawn():
+            choices = self._drafted() if self._sampling.drafts else self._drawn()
+            for choice in self._interventions.each(choices):
                 row.add(choice)
                 if piece := row.text[shown:]:
                     shown = len(row.text)

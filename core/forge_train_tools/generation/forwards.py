@@ -15,6 +15,7 @@ from forge_train.contract.protocols import Executor, Task
 from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
+from forge_train_kit.activations import Interventions
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Forwards:
     def __init__(self, job: Job, model: Model) -> None:
         self._task: Task = hookspecs.task(job)
         self._parts = model.parts
+        self._interventions = Interventions.of(model, job)
         self.sees_logits = any(getattr(part, "head", None) is not None for part in model.parts)
         """True if this rank gets logits."""
         self._executor: Executor | None = None
@@ -58,7 +60,8 @@ class Forwards:
             more: dict[str, Any] = {} if call.positions is None else {"position_ids": call.positions}
             if call.caches is not None:
                 more["cache"] = call.caches[0]
-            return self.logits(part, part(call.ids, **more), call.rows)
+            with self._interventions.applied():
+                return self.logits(part, part(call.ids, **more), call.rows)
         self._call, self._found = call, None
         self._executor.evaluate(Batch(call.ids, torch.full_like(call.ids, MASKED), position_ids=call.positions))
         return self._found

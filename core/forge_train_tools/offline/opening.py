@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from forge_train.run.run import is_run
 from forge_train_kit import foreign
 from forge_train_kit.hf.folder import is_hugging_face
 from forge_train_kit.hookspecs import initial_weights
+from forge_train_kit.plugins import find as find_plugin
 
 from ..configuration.request import Request, added_axes, lay
 from ..configuration.setup import resolve
@@ -141,8 +142,14 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: t
         request = starting_from(Request(model_from=str(path), plugins=(*more.plugins, *plugins), set=more.set))
         return Source(path, resolve(request, world=world, data=not opened, opened=opened, measured=False), None)
     path = foreign.resolve(path)
+    if any("intervene" not in implemented(load(find_plugin(name))) for name in plugins):
+        raise ConfigError(
+            f"--plugins: {path} uses the plugins that it was trained with; leave the option out. Only plugins that "
+            "change activations (intervene) can be added."
+        )
     if plugins:
-        raise ConfigError(f"--plugins: {path} uses the plugins that it was trained with; leave the option out.")
+        more = wanted or Wanted()
+        wanted = replace(more, plugins=(*more.plugins, *plugins))
     saved = checkpoint.read_state(path)
     return Source(path, setup_of(path, saved, world=world, wanted=wanted, measured=False), saved)
 

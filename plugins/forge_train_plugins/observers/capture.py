@@ -25,6 +25,7 @@ class Capture(Plugin):
 
     api = (1, 0)
     layout = True
+    facts = {"check.example": ("capture.modules=['*']", "capture.steps=[1]")}
 
     @section
     class Config:
@@ -37,8 +38,8 @@ class Capture(Plugin):
         evaluation: bool = False
         """Capture the held-out batches of each evaluation."""
         reduce: Literal["none", "mean", "last", "norm"] = "none"
-        """Keep everything; the mean over a sample's tokens, or its last token, `[samples, features]`; or the 2-norm
-        of each token, `[samples, tokens]`."""
+        """Keep everything; the mean over the tokens of a sample, or its last token, `[samples, features]`; or the
+        2-norm of each token, `[samples, tokens]`."""
 
     config: Config
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forge_train import Batch, ConfigError, Model, Task
+from forge_train import Batch, ConfigError, Job, Model, Task
+from forge_train_kit.activations import Interventions
 from forge_train_kit.model import full_tensor
 
 
@@ -18,12 +19,13 @@ class SequentialExecutor:
         ConfigError: for a model that was cut into several parts.
     """
 
-    def __init__(self, model: Model, task: Task) -> None:
+    def __init__(self, model: Model, task: Task, job: Job) -> None:
         if len(model.parts) != 1:
             raise ConfigError("The sequential executor runs a whole model; enable a pipeline plugin with its executor.")
         self.model = model
         self.part = model.parts[0]
         self.task = task
+        self._interventions = Interventions.of(model, job)
 
     def train(self, batches: Sequence[Batch], scale: Tensor | float) -> Tensor:
         """See `forge_train.Executor`; the host waits for nothing."""
@@ -40,7 +42,7 @@ class SequentialExecutor:
         was_training = self.part.training
         self.part.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._interventions.applied():
                 return full_tensor(self._loss(batch))
         finally:
             self.part.train(was_training)

@@ -21,4 +21,4 @@ class Sequential(Plugin):
     def executor(self, model: Model, task: Task, job: Job) -> Executor:
         from ._sequential import SequentialExecutor
 
-        return SequentialExecutor(model, task)
+        return SequentialExecutor(model, task, job)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Batch, ConfigError, Job, Model, Task
+from forge_train_kit.activations import Interventions
 from forge_train_kit.model import full_tensor
 from forge_train_kit.pipeline import Action, Timetable
 
@@ -44,6 +45,7 @@ class Pipeline:
         if any(getattr(part, "split_backward", False) for part in model.parts) and any(units):
             raise ConfigError(f"pp.schedule: {compiled(config.schedule)}")
         self._channel = Channel(job)
+        self._interventions = Interventions.of(model, job)
         self._program = cache(self._make_program)
         self._followed: Timetable | None = None
 
@@ -89,7 +91,7 @@ class Pipeline:
         try:
             for part in self._parts.values():
                 part.eval()
-            with torch.no_grad():
+            with torch.no_grad(), self._interventions.applied():
                 return self._forward(batch)
         finally:
             for part, mode in zip(self._parts.values(), modes, strict=True):
