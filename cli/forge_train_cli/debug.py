@@ -17,7 +17,10 @@ from .options import json_option, set_option
 if TYPE_CHECKING:
     from forge_train_tools.offline.replay import Replayed
 
-COMMANDS = {"step": (".debug:step", "Replay one recorded step.")}
+COMMANDS = {
+    "look": (".look:look", "Show what passes through a model while it reads a text."),
+    "step": (".debug:step", "Replay one recorded step."),
+}
 SHOWN = 12
 
 

@@ -14,7 +14,7 @@ from forge_train.base.strict_json import dumps
 from forge_train_kit.format import format_plural
 
 from . import screen
-from .options import json_option, nproc_option, plugins_option, set_option
+from .options import json_option, nproc_option, plugins_option, set_option, stdin_text
 from .sampling import factors, sampling_options, values
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def generate(
         raise ConfigError("--prompt -: stdin can be read once.")
     if job["logprobs"] and not (as_json or job["out"]):
         raise ConfigError("--logprobs: log-probabilities are printed with --json, or written with --out; add one.")
-    texts = tuple(_stdin() if one == "-" else one for one in prompt)
+    texts = tuple(stdin_text("--prompt -") if one == "-" else one for one in prompt)
     if len(texts) > 1 or files or nproc not in (None, 1) or job != JOB:
         asked: dict[str, Any] = {"prompts": texts or (() if files else ("",)), "files": files, **job}
         _many({"path": path, "sampling": sampling, "chat": chat, "template": template, "adapters": adapters,
@@ -191,13 +191,6 @@ def _summary(found: Generated) -> None:
 def _cut(found: Generated) -> str:
     prompts = "prompt was cut on its" if found.cut == 1 else "prompts were cut on their"
     return f"{found.cut:,} {prompts} left; `cut` says by how many tokens."
-
-
-def _stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt -: stdin is not UTF-8 (byte {error.start}).") from error
 
 
 def _show(prompt: str, completion: Completion) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -183,6 +184,18 @@ def processes_option(function: _F) -> _F:
         metavar="N|auto",
         help="Local processes to start; auto starts one for each CUDA device.",
     )(function)
+
+
+def stdin_text(option: str) -> str:
+    """The text on stdin, unchanged.
+
+    Raises:
+        ConfigError: if it is not UTF-8, naming the option.
+    """
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option}: stdin is not UTF-8 (byte {error.start}).") from error
 
 
 def named(name: str) -> str:

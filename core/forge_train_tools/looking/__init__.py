@@ -1,0 +1,1 @@
+"""A model looked into while it reads a text."""
