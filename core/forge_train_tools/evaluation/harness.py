@@ -165,9 +165,9 @@ def _answers(host: str, port: int) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Stdout is for results, and the harness prints and logs how it is doing."""
-    import lm_eval
+    from lm_eval import evaluate
 
-    log = logging.getLogger(lm_eval.__name__)
+    log = logging.getLogger(evaluate.__module__.partition(".")[0])
     level = log.level
     log.setLevel(logging.ERROR)
     try:
