@@ -43,6 +43,9 @@ class Lines:
     def __init__(self, job: Job, share: Share, names: Sequence[str], form: Form) -> None:
         self._job, self._share, self._names, self._form = job, share, names, form
         self._rows: dict[int, Found] = {}
+        shared = [axis for axis in ("tp", "cp") if getattr(job.dist.layout, axis) > 1]
+        self._leads = not any(job.dist.mesh("dense", axis).get_local_rank() for axis in shared)
+        """Ranks that share a stage and its rows have the same outputs, and the first of them gives these."""
 
     def take(self, collector: Collector, batches: Batches, done: int) -> list[tuple[_Fields, Found]]:
         """The lines of records that are complete now, after the first `done`; on every rank.
@@ -52,7 +55,8 @@ class Lines:
             batches: has these rows; likewise.
             done: number of records whose lines were taken before.
         """
-        mine = {number: self._found(batches.taken[number], found) for number, found in collector.found.items()}
+        found = collector.found if self._leads else {}
+        mine = {number: self._found(batches.taken[number], outputs) for number, outputs in found.items()}
         collector.found.clear()
         batches.taken.clear()
         for part in self._job.dist.gather_objects(mine):
