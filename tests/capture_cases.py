@@ -92,3 +92,18 @@ def captured(run: str | Path, name: str = "step-00000002") -> tuple[dict[str, Te
     """The tensors and the metadata of a file."""
     with safe_open(Path(run) / "artifacts" / "capture" / f"{name}.safetensors", "pt") as file:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def differences(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest difference of each activation, by its largest value; infinite for another name, shape or integer."""
+    apart: dict[str, float] = {}
+    for name in found.keys() | right.keys():
+        ours, theirs = found.get(name), right.get(name)
+        apart[name] = torch.inf
+        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            continue
+        if ours.is_floating_point():
+            apart[name] = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-9))
+        elif ours.equal(theirs):
+            apart[name] = 0.0
+    return apart

@@ -57,6 +57,14 @@ def test_attention_over_packed_documents(script: Script, tmp_path: Path) -> None
     assert attention.steps(tmp_path, 32).keys() == {"joined", "apart", "dense"}
 
 
+def test_captured_activations(script: Script, tmp_path: Path) -> None:
+    captured = script("captured")
+    captured.LAYOUTS = {"pp2": captured.LAYOUTS["pp2"], "ep2": captured.LAYOUTS["ep2"]}
+    pipeline, experts = captured.cells(["decoder"], tmp_path)
+    assert pipeline == ("decoder", "pp2", 34, 0.0, "")
+    assert experts[4].startswith("refused: parallel.ep = 2: the model has no experts to spread")
+
+
 def test_linear_attention(script: Script) -> None:
     linear = script("linear_attention", DIM=64, HEADS=2, KV_HEADS=1, HEAD_DIM=32)
     for layer in linear.layers(64).values():

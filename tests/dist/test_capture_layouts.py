@@ -52,3 +52,16 @@ def test_one_process_on_any_layout(model: str, layout: str, ranks: Pool, tmp_pat
         exact = layout in EXACT or not right.is_floating_point()
         near = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(ours[name], right, **near, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_no_number_of_a_run_changes(layout: str, ranks: Pool, tmp_path: Path) -> None:
+    world, plugins, config = LAYOUTS[layout]
+
+    def numbers(name: str, **more: Any) -> Any:
+        both = {**config, **more}
+        given: dict[str, Any] = {"model": "decoder", "plugins": plugins, "config": both}
+        return ranks.run(capture_cases.train, world, folder=str(tmp_path / name), **given)[0]["numbers"]
+
+    few = {"capture.modules": ["norm"], "capture.steps": [1], "capture.reduce": "last"}
+    assert numbers("all", **{"capture.every": 1}) == numbers("few", **few)

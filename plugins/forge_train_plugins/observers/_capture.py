@@ -48,7 +48,10 @@ def write(found: Recorded, job: Any, name: str, reduce: str) -> Path:
         "left_out": dumps(found.left_out),
     }
     partial = file.with_suffix(".partial")
-    with disk_errors(file):
-        partial.write_bytes(save(tensors, about))
-        partial.replace(file)
+    try:
+        with disk_errors(file):
+            partial.write_bytes(save(tensors, about))
+            partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
     return file

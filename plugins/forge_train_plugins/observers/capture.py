@@ -106,7 +106,8 @@ class Capture(Plugin):
     def _evaluating(self) -> Iterator[None]:
         with self._recording(True):
             yield
-        self._write(f"evaluation-{self._step:08d}")
+        if self._recorder is not None:  # which a run has, and not what evaluates it afterwards
+            self._write(f"evaluation-{self._step:08d}")
 
     def _recording(self, on: bool) -> AbstractContextManager[None]:
         from ._capture import recording
