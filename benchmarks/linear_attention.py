@@ -75,7 +75,7 @@ def generation(layer: Any, length: int) -> tuple[float, int]:
         for token in range(length, length + GENERATED):
             layer(torch.randn(1, 1, DIM), position_ids=torch.tensor([[token]]), cache=cache)
         taken = (time.process_time() - before) / GENERATED
-    held = [x for value in vars(cache).values() for x in (value if isinstance(value, tuple) else [value])]
+    held = [x for value in vars(cache).values() for x in (value if isinstance(value, list) else [value])]
     return taken, sum(x.numel() * x.element_size() for x in held if isinstance(x, torch.Tensor))
 
 

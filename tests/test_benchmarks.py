@@ -73,6 +73,14 @@ def test_linear_attention(script: Script) -> None:
         assert min(linear.generation(layer, 64)) > 0
 
 
+def test_generation(script: Script, tmp_path: Path) -> None:
+    generation = script("generation", LONGEST=20, TOKENS=8, MANY=9, TURNS=1)
+    generation.write_model(tmp_path, **generation.TINY)
+    same, *rows = generation.measured("tiny", tmp_path)
+    assert same.ok
+    assert len(rows) == 4
+
+
 def test_experts(script: Script) -> None:
     experts = script("experts", TOKENS=64, DIM=32)
     assert min(experts.product()) > 0

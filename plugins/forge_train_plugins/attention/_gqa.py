@@ -78,7 +78,7 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None and self.norms_width:
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHD, k_BTKD, v_BTKD = (self._split_heads(one) for one in (q, k, v))
+        q_BTHD, k_BTKD, v_BTKD = self._split_heads(q), self._split_heads(k), self._split_heads(v)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_width:
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         if self.rope is not None:
