@@ -70,6 +70,9 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     """What a plugin can't be tried without."""
     if name == "distill":
         return {"distill.weights": str(run_forge([], steps=1, folder=folder / "teacher").run)}
+    if name == "lm_eval":
+        (folder / "prose.txt").write_text("say one and then say two")
+        return {"lm_eval.tasks": [str(folder / "prose.txt")], "train.evaluate_every": 1}
     if name == "sft":
         lines = [json.dumps({"prompt": f"say {number}", "completion": str(number)}) for number in range(400)]
         (folder / "chats.jsonl").write_text("\n".join(lines))

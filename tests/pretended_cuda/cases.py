@@ -39,6 +39,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
         **dict.fromkeys(("varlen", "flash", "flex"), packed),
         "auto": BF16,
         "compile": {"compile.backend": "eager"},
+        "lm_eval": {"lm_eval.tasks": [f"{folder}/text/a.txt"], "lm_eval.limit": 1, "train.evaluate_every": 2},
         "mla": {"decoder.kv_heads": 4},
         "skip_step": {"train.clip_norm": 1.0},
     }
