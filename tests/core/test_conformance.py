@@ -70,13 +70,12 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     """What a plugin can't be tried without."""
     if name == "distill":
         return {"distill.weights": str(run_forge([], steps=1, folder=folder / "teacher").run)}
-    if name == "lm_eval":
-        (folder / "prose.txt").write_text("say one and then say two")
-        return {"lm_eval.tasks": [str(folder / "prose.txt")], "train.evaluate_every": 1}
-    if name == "sft":
+    if name in ("sft", "lm_eval"):
         lines = [json.dumps({"prompt": f"say {number}", "completion": str(number)}) for number in range(400)]
-        (folder / "chats.jsonl").write_text("\n".join(lines))
-        return {"sft.path": str(folder / "chats.jsonl"), "sft.template": "plain", "sft.cache": str(folder / "cache")}
+        (file := folder / f"{name}.{'jsonl' if name == 'sft' else 'txt'}").write_text("\n".join(lines))
+        asked = {"lm_eval.tasks": [str(file)], "lm_eval.limit": 2, "train.evaluate_every": 1}
+        learned = {"sft.path": str(file), "sft.template": "plain", "sft.cache": str(folder / "cache")}
+        return learned if name == "sft" else asked
     if name == "text_pairs":
         lines = [json.dumps({"anchor": f"say {number}", "positive": str(number)}) for number in range(400)]
         (folder / "pairs.jsonl").write_text("\n".join(lines))
