@@ -1,0 +1,78 @@
+"""The loader of answers: rows of a rollout, in the order of the global stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_train import MASKED, Batch, Job, Model
+from forge_train.contract.batch import TOKENS
+from forge_train_kit.data.held_out import Side
+
+from .rollouts import Rollout, Rollouts
+
+ADVANTAGE, STALE, DRAWN = "grpo.advantage", "grpo.stale", "grpo.drawn"
+"""Targets: the advantage of each answer, `[batch]` fp64; whether the model has learned since it was drawn, `[batch]`
+bool; and the log-probability of each label when it was drawn, `[batch, sequence]` fp32."""
+
+
+class AnswerLoader:
+    """This rank's micro-batches of answers.
+
+    Args:
+        job: the run.
+        rollouts: makes them.
+        side: of the prompts.
+    """
+
+    def __init__(self, job: Job, rollouts: Rollouts, side: Side) -> None:
+        train, self._dist = job.config.train, job.dist
+        self._rollouts, self._side, self._micro_batch = rollouts, side, train.micro_batch
+        rollouts.expect(side)
+        self._step = train.global_batch
+        steps = 1 + rollouts.stale if side == "train" else train.evaluate_batches
+        self._size = steps * train.global_batch
+        self._position = 0
+        self.rollout = Rollout.empty(self._size, train.sequence + 1)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def on_model(self, model: Model) -> None:
+        """Make a rollout if the last one is used up; an evaluation makes its own."""
+        if self._side == "validation":
+            self.rollout = self._rollouts.make(model, "validation", 0, self._size)
+        elif self.rollout.number != (number := self._position // self._size):
+            self.rollout = self._rollouts.make(model, "train", number, self._size)
+
+    def __next__(self) -> Batch:
+        first = self._position + self._dist.data_rank * self._micro_batch
+        self._position += self._micro_batch * self._dist.data_ranks
+        return self._batch(torch.arange(first, first + self._micro_batch) % self._size)
+
+    def _batch(self, rows: Tensor) -> Batch:
+        found = self.rollout
+        tokens, place = found.tokens[rows], torch.arange(1, found.tokens.shape[1])
+        learned = (place >= found.first[rows, None]) & (place < found.stop[rows, None])
+        labels = tokens[:, 1:].where(learned, MASKED)
+        stale = (rows >= self._step) & (self._side == "train")
+        made = Batch(tokens[:, :-1].clone(), labels)
+        made = made.with_targets({ADVANTAGE: found.advantage[rows], STALE: stale})
+        return made.with_targets({DRAWN: found.drawn[rows, 1:]}, axes=TOKENS)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sequences": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = int(state["sequences"])
+
+    def load_rollout(self, state: dict[str, Any]) -> None:
+        """Continue a saved rollout; one of another size, which a changed configuration may bring, is made again."""
+        if state["tokens"].shape == self.rollout.tokens.shape:
+            self.rollout = Rollout(**state)
+
+    def skip(self, sequences: int) -> None:
+        self._position += sequences

@@ -1,0 +1,99 @@
+"""Rewards, and what the tests of `grpo` have several ranks do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge_train_kit.model import full_tensor
+from forge_train_tools.testing import TinyRun, run_forge
+
+VOCABULARY = 320
+"""Logits of the model: more than there are tokens."""
+WORDS = ("one", "three and four", "a", "some longer words")
+
+
+def early(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
+    """The share of characters that come before the middle of ASCII; none in an empty answer."""
+    return sum(ord(one) < 64 for one in answer) / max(len(answer), 1)
+
+
+def early_of_all(prompts: list[str], answers: list[str], records: list[Mapping[str, Any]]) -> list[float]:
+    """The same, of a whole rollout."""
+    return [early(*one) for one in zip(prompts, answers, records, strict=True)]
+
+
+def late_letters(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
+    """1 for some answers to some prompts, and 0 for all others."""
+    return float(len(prompt) > 3 and any(ord(one) >= 96 for one in answer[:1]))
+
+
+def zero(prompt: str, answer: str, record: Mapping[str, Any]) -> int:
+    return 0
+
+
+def nan(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
+    return float("nan")
+
+
+def text(prompt: str, answer: str, record: Mapping[str, Any]) -> Any:
+    return "good"
+
+
+def few(prompts: list[str], answers: list[str], records: list[Any]) -> list[float]:
+    return [1.0] * (len(answers) - 1)
+
+
+def fails(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
+    raise KeyError("color")
+
+
+def written(folder: Path, records: Sequence[Any] | None = None) -> str:
+    """A file of prompts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "prompts.jsonl"
+    found = [{"prompt": word, "answer": "x"} for word in WORDS] if records is None else records
+    file.write_text("".join(json.dumps(one) + "\n" for one in found), encoding="utf-8")
+    return str(file)
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    """Of a run whose answers have up to five bytes."""
+    return {
+        "grpo.prompts": written(folder),
+        "grpo.reward": "grpo_cases:early",
+        "grpo.group": 4,
+        "grpo.tokens": 5,
+        "grpo.held_out": 0.0,
+        "train.global_batch": 8,
+        "train.evaluate_every": 0,
+        "adamw.lr": 1e-2,
+        "decoder.vocabulary": VOCABULARY,
+        **more,
+    }
+
+
+def trained(
+    folder: str, plugins: Sequence[str] = (), config: Mapping[str, Any] | None = None, steps: int = 3, **more: Any
+) -> dict[str, Any]:
+    """Train, and say what was learned from and what came of it."""
+    values = settings(Path(folder), **(config or {}))
+    run: TinyRun = run_forge(["grpo", *plugins], values, steps=steps, folder=Path(folder), **more)
+    rollout = run.plugin("grpo").state_dict()
+    weights = {name: full_tensor(one).detach() for name, one in run.model.named_parameters()}
+    return {
+        "numbers": run.numbers,
+        "tokens": rollout["tokens"].tolist(),
+        "advantage": rollout["advantage"].tolist(),
+        "weights": {name: one.tolist() for name, one in weights.items()},
+        "evaluations": [event for event in run.events if event["event"] == "evaluation"],
+        "run": str(run.run),
+    }
+
+
+def begun(folder: str) -> str:
+    """A run to start from."""
+    config = {"checkpoint.every": 1, "decoder.vocabulary": VOCABULARY}
+    return str(run_forge(steps=1, folder=Path(folder), config=config).run)

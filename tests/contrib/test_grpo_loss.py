@@ -1,0 +1,213 @@
+"""The losses of `grpo` and their gradients against the papers' formulas, token by token in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forge_train import MASKED, Batch
+from forge_train.contract.batch import TOKENS
+from forge_train_contrib._grpo.loader import ADVANTAGE, DRAWN, STALE
+from forge_train_contrib._grpo.rollouts import EPSILON, advantages, penalty
+from forge_train_contrib._grpo.rule import Answer, Rule, uniform
+from forge_train_contrib._grpo.task import Answers
+from forge_train_contrib.grpo import GRPO
+from forge_train_kit.metrics import Mean
+from forge_train_kit.model import Linear
+
+pytestmark = [pytest.mark.unit]
+
+WORDS, KNOWN, DIM, LENGTHS = 19, 17, 8, (3, 1, 6, 4)
+"""Logits, tokens of them, and tokens of the answers."""
+
+
+class Reference:
+    """Another model of the same vocabulary."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(WORDS, DIM)
+        self.parts = [nn.ModuleDict({"head": filled(1.0)}).requires_grad_(False)]
+
+    def __call__(self, inputs: Tensor) -> Any:
+        return self.embedding(inputs)
+
+
+def filled(scale: float) -> nn.Module:
+    head = Linear(DIM, WORDS)
+    nn.init.normal_(head.weight, std=scale)
+    return head
+
+
+def case(stale: tuple[bool, ...] = (False, True, False, True)) -> tuple[nn.ModuleDict, Tensor, Batch]:
+    """Four answers after a prompt of three tokens, two of them of an earlier model."""
+    torch.manual_seed(0)
+    hidden = torch.randn(4, 10, DIM).requires_grad_()
+    inputs, labels = (torch.randint(0, KNOWN, (4, 10)) for _ in range(2))
+    for row, length in enumerate(LENGTHS):
+        labels[row, :3] = labels[row, 3 + length :] = MASKED
+    batch = Batch(inputs, labels).with_targets(
+        {ADVANTAGE: torch.tensor([1.2, -0.7, 0.4, 2.0]).double(), STALE: torch.tensor(stale)}
+    )
+    drawn = -1 - 6 * torch.rand(4, 10)  # so that ratios are clipped on both sides
+    return nn.ModuleDict({"head": filled(0.7)}), hidden, batch.with_targets({DRAWN: drawn}, axes=TOKENS)
+
+
+def task_of(observed: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    job: Any = SimpleNamespace(models={"reference": Reference()} if options.get("kl") else {})
+    task = Answers(job, GRPO.Config(**options), lambda: observed)
+    task._rule = Rule(task.config.temperature, KNOWN)
+    return task
+
+
+def by_hand(
+    part: nn.ModuleDict, hidden: Tensor, batch: Batch, config: Any, reference: Any = None
+) -> tuple[Tensor, float]:
+    """The loss and the weight."""
+    head = part["head"].weight.double()
+    of_rows = []
+    for row, labels in enumerate(batch.labels.tolist()):
+        terms = []
+        for at, token in enumerate(labels):
+            if token == MASKED:
+                continue
+            logits = (head @ hidden[row, at].double())[:KNOWN] / config.temperature
+            now = logits[token] - logits.exp().sum().log()
+            old = batch.targets[DRAWN][row, at].double() if batch.targets[STALE][row] else now.detach()
+            ratio, advantage = (now - old).exp(), batch.targets[ADVANTAGE][row]
+            bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+            term = -torch.minimum(ratio * advantage, bounded * advantage)
+            if config.kl:
+                theirs = reference.parts[0]["head"].weight.double() @ reference(batch.inputs)[row, at].double()
+                theirs = theirs[:KNOWN] / config.temperature
+                apart = theirs[token] - theirs.exp().sum().log() - now
+                term = term + config.kl * (apart.exp() - apart - 1)
+            terms.append(term)
+        of_rows.append(torch.stack(terms))
+    if config.variant == "dapo":
+        return torch.cat(of_rows).sum(), sum(LENGTHS)
+    if config.variant == "dr_grpo":
+        return torch.stack([one.sum() for one in of_rows]).sum() / config.tokens, len(LENGTHS)
+    return torch.stack([one.mean() for one in of_rows]).sum(), len(LENGTHS)
+
+
+@pytest.mark.parametrize("chunk", [0, 8, 1000])
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+@pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo"])
+def test_losses_and_gradients_are_those_of_the_papers(variant: str, kl: float, chunk: int) -> None:
+    options = {"variant": variant, "kl": kl, "temperature": 0.6, "stale": 1, "clip_high": 0.28, "tokens": 7}
+    part, hidden, batch = case()
+    task = task_of(**options, chunk=chunk)
+    given = [hidden, part["head"].weight]
+    loss = task.loss(part, hidden, batch)
+    wanted, weight = by_hand(part, hidden, batch, task.config, task.job.models.get("reference"))
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-7)
+    assert task.weight(batch) == weight
+    for mine, theirs in zip(torch.autograd.grad(loss, given), torch.autograd.grad(wanted, given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_the_ratio_of_a_fresh_answer_is_exactly_one(temperature: float) -> None:
+    """Nothing that was kept of it counts: its loss is its advantage to the bit, and so are gradients."""
+    part, hidden, batch = case(stale=(False,) * 4)
+    task = task_of(variant="grpo", temperature=temperature)
+    loss = task.loss(part, hidden, batch)
+    (mine,) = torch.autograd.grad(loss, hidden)
+    poisoned = batch.with_targets({DRAWN: torch.full((4, 10), float("nan"))}, axes=TOKENS)
+    (theirs,) = torch.autograd.grad(task.loss(part, hidden, poisoned), hidden)
+    assert torch.equal(mine, theirs)
+    assert mine.isfinite().all()
+    dapo = task_of(variant="dapo", temperature=temperature).loss(part, hidden, batch)
+    learned = (batch.labels != MASKED).sum(1)
+    assert float(dapo.detach()) == -float((batch.targets[ADVANTAGE] * learned).sum())
+
+
+def test_the_metrics_are_those_of_the_tokens() -> None:
+    part, hidden, batch = case()
+    observed = {name: Mean() for name in ("entropy", "kl", "clipped", "drift")}
+    task = task_of(observed, kl=0.1, stale=1)
+    task.loss(part, hidden, batch)
+    learned, stale = batch.labels != MASKED, batch.targets[STALE][:, None]
+    logits = part["head"](hidden).double()[..., :KNOWN].log_softmax(-1)
+    now = logits.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
+    ratio = torch.where(stale, (now - batch.targets[DRAWN]).exp(), 1.0)
+    better = batch.targets[ADVANTAGE][:, None] > 0
+    clipped = torch.where(better, ratio > 1.2, ratio < 0.8)
+    reference = task.job.models["reference"]
+    theirs = reference.parts[0]["head"](reference(batch.inputs)).double()[..., :KNOWN].log_softmax(-1)
+    apart = theirs.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0] - now
+    wanted = {
+        "entropy": -(logits.exp() * logits).sum(-1)[learned].mean(),
+        "kl": (apart.exp() - apart - 1)[learned].mean(),
+        "clipped": clipped[learned].double().mean(),
+        "drift": (now - batch.targets[DRAWN]).abs()[learned & ~stale].mean(),
+    }
+    assert 0 < float(wanted["clipped"]) < 1
+    for name, value in wanted.items():
+        assert observed[name].value(observed[name].sums, observed[name].maxima) == pytest.approx(float(value), rel=1e-5)
+
+
+def test_a_row_that_does_not_count_gives_nothing() -> None:
+    part, hidden, batch = case()
+    batch.labels[1] = MASKED
+    for variant in ("grpo", "dr_grpo", "dapo"):
+        task = task_of(variant=variant, stale=1)
+        (gradient,) = torch.autograd.grad(task.loss(part, hidden, batch), hidden)
+        assert not gradient[1].any()
+        assert gradient.isfinite().all()
+        assert task.weight(batch) == (sum(LENGTHS) - 1 if variant == "dapo" else 3)
+
+
+def test_advantages_are_relative_to_the_group() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [3.0, -1.0, 0.0, 0.0]]).double()
+    scaled, centred = advantages(rewards, scaled=True), advantages(rewards, scaled=False)
+    for row, group in enumerate(rewards.tolist()):
+        mean = sum(group) / 4
+        deviation = (sum((one - mean) ** 2 for one in group) / 3) ** 0.5
+        assert centred[row].tolist() == pytest.approx([one - mean for one in group])
+        assert scaled[row].tolist() == pytest.approx([(one - mean) / (deviation + EPSILON) for one in group])
+
+
+@pytest.mark.parametrize(("length", "lost"), [(1, 0.0), (12, 0.0), (13, 0.125), (16, 0.5), (20, 1.0)])
+def test_the_end_of_a_long_answer_costs(length: int, lost: float) -> None:
+    assert penalty(length, 20, 8) == lost
+    assert penalty(length, 20, 0) == 0
+
+
+def test_tokens_are_drawn_from_the_distribution_that_is_learned() -> None:
+    """Frequencies of many draws, and the log-probabilities that are kept."""
+    torch.manual_seed(0)
+    logits, rule = torch.randn(WORDS) * 2, Rule(0.7, KNOWN)
+    known = (logits[:KNOWN].double() / 0.7).log_softmax(0)
+    counts = torch.zeros(WORDS)
+    for number in range(4000):
+        row = Answer(number, (1, 2), 3, rule, frozenset({5}), seed=3)
+        token, log_probability = row.choose(logits)
+        counts[token] += 1
+        assert log_probability == pytest.approx(float(known[token]), abs=1e-6)
+    assert not counts[KNOWN:].any(), "ids that are no tokens are never drawn"
+    torch.testing.assert_close(counts[:KNOWN] / 4000, known.exp().float(), atol=0.025, rtol=0)
+
+
+def test_a_draw_depends_on_its_place_alone() -> None:
+    places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    assert len({uniform(*one) for one in places}) == 4
+    assert [uniform(*one) for one in places] == [uniform(*one) for one in places]
+
+
+def test_an_answer_ends_with_its_token_or_its_length() -> None:
+    row = Answer(0, (1, 2), 3, Rule(1.0, KNOWN), frozenset({5}), seed=0)
+    row.add((4, -1.0))
+    assert not row.done
+    row.add((5, -2.0))
+    assert row.done
+    assert (row.ended, row.answer, row.drawn) == (True, [4, 5], [-1.0, -2.0])
+    row = Answer(0, (1, 2), 1, Rule(1.0, KNOWN), frozenset({5}), seed=0)
+    row.add((4, -1.0))
+    assert (row.done, row.ended) == (True, False)
