@@ -26,6 +26,8 @@ CHARTS = (
     ("lr", "Learning rate", False),
 )
 """Metric, title, and whether its axis is logarithmic."""
+SAMPLES = 40
+"""Most answers that are shown of each run."""
 STYLE = """
 :root{color-scheme:light dark;--back:#fff;--text:#1c1f23;--dim:#667;--rule:#d8dce2;--light:42%}
 @media(prefers-color-scheme:dark){:root{--back:#14171a;--text:#e3e6ea;--dim:#98a1ab;--rule:#343a41;--light:66%}}
@@ -149,8 +151,33 @@ def _run(run: int, history: RunFolder, *, opened: bool) -> str:
     values = "\n".join(f"{key} = {_value(value)}" for key, value in history.config.items())
     return (
         f"<details{' open' if opened else ''}><summary>{_mark(run, history)}</summary><dl>{listed}</dl>{composed}"
-        f"<details><summary>Configuration</summary><pre>{escape(values)}</pre></details>{_profiles(history)}</details>"
+        f"<details><summary>Configuration</summary><pre>{escape(values)}</pre></details>{_samples(history)}{_profiles(history)}</details>"
     )
+
+
+def _samples(history: RunFolder) -> str:
+    """The newest answers of the model that the run kept."""
+    file = history.path / "artifacts" / "samples.jsonl"
+    if not file.is_file():
+        return ""
+    lines = [one for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if (one := _parsed(line))]
+    heads = list(dict.fromkeys(key for line in lines[-SAMPLES:] for key in line))
+    rows = ("".join(f"<td>{escape(_shown(line.get(key)))}</td>" for key in heads) for line in lines[-SAMPLES:])
+    table = _table(heads, (f"<tr>{row}</tr>" for row in rows))
+    return f"<details><summary>Samples</summary>{table}</details>" if lines else ""
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """A line of JSON; None for one that was cut off."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else _value(value)
 
 
 def _profiles(history: RunFolder) -> str:

@@ -9,7 +9,7 @@ from forge_train import FilePath, Ge, Gt, Job, Lt, Problem, Task, Volatile, hook
 from forge_train_kit.reference.plugin import ReferencePlugin, ReferenceSection
 
 if TYPE_CHECKING:
-    from forge_train import Loader, Metric, Model
+    from forge_train import Finished, Loader, Metric, Model
     from forge_train.config import Config as RunConfig
 
     from ._grpo.rollouts import Rollouts
@@ -190,6 +190,11 @@ class GRPO(ReferencePlugin):
         yield "filter", held_out(mine.held_out, "prompts by their hash")
         yield "order", "another one in each epoch, by the run's seed"
         yield "pack", f"a row of {job.config.train.sequence} tokens for each answer, drawn by the model before the step"
+
+    @hookimpl
+    def on_end(self, finished: Finished) -> None:
+        if self._rollouts is not None:
+            self._rollouts.record_samples()
 
     def state_dict(self) -> dict[str, Any]:
         """The rollout that steps are taking answers from."""

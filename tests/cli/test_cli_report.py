@@ -120,6 +120,17 @@ def test_a_page_for_light_and_dark(forge: Forge, folder: Path, first: Path) -> N
     assert "default-src 'none'" in text
 
 
+def test_answers_that_a_run_kept(forge: Forge, folder: Path, first: Path) -> None:
+    """As text, the newest of them, without a line that was cut off."""
+    (first / "artifacts").mkdir(exist_ok=True)
+    lines = [json.dumps({"prompt": f"<b>{at}", "reward": at / 2}) for at in range(100)]
+    (first / "artifacts" / "samples.jsonl").write_text("\n".join([*lines, '{"prompt": "cut']), encoding="utf-8")
+    forge("runs", "report", "first", "-o", "answers.html")
+    said = check((folder / "answers.html").read_text(encoding="utf-8")).said
+    assert {"Samples", "prompt", "reward", "<b>99", "49.5", "<b>60"} <= {*said}
+    assert "<b>59" not in said
+
+
 @pytest.mark.parametrize(
     "values", [[], [math.nan], [5.0], [0.0, 0.0], [-1e30, 1e30], [1e-300, 2e-300], [math.inf, 1.0]]
 )

@@ -11,6 +11,7 @@ import pytest
 import grpo_cases
 from forge_train import ConfigError
 from forge_train.base.errors import ForgeError
+from forge_train_contrib._grpo.rollouts import forget
 from forge_train_tools.testing import Pool, RunForge, assert_conforms
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -195,3 +196,12 @@ def test_a_function_may_reward_a_rollout_at_once(run_forge: RunForge, tmp_path: 
         for name in ("early", "early_of_all")
     )
     assert each.numbers == together.numbers
+
+
+def test_samples_that_are_made_again_are_kept_once(tmp_path: Path) -> None:
+    """A run that was killed makes the rollouts after its last checkpoint again."""
+    file = tmp_path / "samples.jsonl"
+    lines = [json.dumps({"rollout": at}) + "\n" for at in (0, 0, 1, 2)]
+    file.write_text("".join(lines) + '{"rollout": 3, "pro', encoding="utf-8")
+    forget(file, 1)
+    assert file.read_text(encoding="utf-8") == "".join(lines[:2])

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge_train import Job, Model
+from forge_train.base.files import write_whole
 from forge_train_kit import hookspecs
 from forge_train_kit.data.held_out import Side
 from forge_train_tools.generation.engine import run
@@ -25,6 +27,7 @@ from .rule import Answer, Rule
 METRICS = ("reward", "reward_std", "no_signal", "answer_tokens", "truncated")
 EPSILON = 1e-4
 """Added to a group's standard deviation, as in TRL."""
+SAMPLES = "samples.jsonl"
 HELD_OUT = 1 << 62
 """First number of the answers to held-out prompts: they are never those of training."""
 
@@ -100,6 +103,8 @@ class Rollouts:
         self._job, self._config, self._author, self._observed = job, config, author, observed
         self._tokenizer = hookspecs.tokenizer(job)
         self._reward, self._prompts = Reward(config.reward), Prompts(job, config)
+        self._kept = False
+        """True once samples were kept."""
         self._rule = Rule(config.temperature, self._tokenizer.vocabulary)
 
     @property
@@ -206,7 +211,11 @@ class Rollouts:
             for group in groups
             for answer, reward in zip(group.answers, group.rewards, strict=True)
         ][:: self._config.group - 1 or 1][: self._config.samples]
-        with self._job.run.artifact("samples.jsonl").open("a", encoding="utf-8") as file:
+        file = self._job.run.artifact(SAMPLES)
+        if not self._kept:
+            self._kept = True
+            forget(file, number)
+        with file.open("a", encoding="utf-8") as lines:
             for prompt, answer, reward in pairs:
                 line = {
                     "rollout": number,
@@ -216,4 +225,18 @@ class Rollouts:
                     "tokens": len(answer.drawn),
                     "right": shown(prompt.record),
                 }
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def record_samples(self) -> None:
+        """Note the file of samples among the run's artifacts: at its end."""
+        if self._kept:
+            self._job.record(self._job.run.artifact(SAMPLES), self._author)
+
+
+def forget(file: Path, number: int) -> None:
+    """Remove the samples of a rollout and of those after it: a run that was killed makes them again."""
+    if not file.is_file():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["rollout"] < number]
+    write_whole(file, "".join(kept))
