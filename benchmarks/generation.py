@@ -25,8 +25,7 @@ from run import Row, table
 from torch import Tensor
 
 from forge_train_kit.model import Slots
-from forge_train_tools.generation.engine import run
-from forge_train_tools.offline.logits import Logits
+from forge_train_tools.generation.engine import follow, run
 from forge_train_tools.offline.opening import Opened, open_model
 
 RESULTS = Path(__file__).parent / "results" / "generation.md"
@@ -73,10 +72,8 @@ def in_turn(opened: Opened, count: int) -> list[list[int]]:
     """One row after the other, each with a cache of its own."""
     found = []
     for row in requests(count):
-        logits, new = Logits(opened.job, opened.model.parts[0], row.prompt + row.most), row.ids
-        while not row.done:
-            row.add(row.choose(logits(new)))
-            new = row.ids[-1:]
+        for _ in follow(opened.job, opened.model, row):  # type: ignore[type-var]
+            pass
         found.append(row.ids)
     return found
 

@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import tiny_models
-from forge_train import ConfigError, ForgeError
+from forge_train import ConfigError, ForgeError, Model
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
 from forge_train_cli.app import run as forge
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 from forge_train_tools.generation.completion import Completion
@@ -150,7 +152,7 @@ class Scripted(nn.Module):
 
     def __init__(self, script: Sequence[int], vocabulary: int = 257) -> None:
         super().__init__()
-        self.script, self.vocabulary = list(script), vocabulary
+        self.script, self.vocabulary, self.head = list(script), vocabulary, nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = [self.script[min(place, len(self.script) - 1)] for place in range(x.shape[1])]
@@ -163,9 +165,9 @@ def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **v
     answers = {"tokenizer": tokenizer, "task": task, "intervene": []}
     hooks = SimpleNamespace(provider={"tokenizer": "text"}.get, call=lambda spec, _: answers[spec.name])
     hooks.gives = lambda slot: "token_logits"
-    dist = SimpleNamespace(layout=SimpleNamespace(pp=1, cp=1), on_main=lambda function: function())
+    dist = DistributedContext(Layout(), torch.device("cpu"))
     job = SimpleNamespace(hooks=hooks, dist=dist, device=torch.device("cpu"))
-    model = SimpleNamespace(parts=(Scripted(script),), free_gathered=lambda: None, looks_ahead="")
+    model = Model([Scripted(script)])
     return Completion(job, model, prompt, Sampling(**({"tokens": len(script), "temperature": 0} | values)))  # type: ignore[arg-type]
 
 

@@ -14,7 +14,9 @@ from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.generation.completion import Completion
 from forge_train_tools.generation.engine import run
+from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.launching.world import here
 from forge_train_tools.offline.read_only import ReadOnlyRun
 from generation_rows import Greedy, requests, told
@@ -50,3 +52,11 @@ def rows(plugins: Sequence[str], values: Sequence[str], slots: int, count: int, 
             return str(error)
         assert all(one.training for _, one in model.named_modules() if isinstance(one, nn.Linear))
         return found
+
+
+def text(plugins: Sequence[str], values: Sequence[str]) -> tuple[str, int]:
+    """Continue a text on initial weights, and count the pieces."""
+    request = Request(plugins=tuple(plugins), without=("console", "tensorboard"), set=(*MODEL, *values))
+    with prepared(resolve(request, world=here().size), ReadOnlyRun(Path("nowhere"))) as job:
+        pieces = list(Completion(job, compose(job).model, "the ", Sampling(tokens=16, temperature=0)))
+        return "".join(pieces), len(pieces)

@@ -55,3 +55,11 @@ def test_a_rank_without_a_row_keeps_step(ranks: Pool) -> None:
 def test_what_fails_on_one_rank_fails_on_all(ranks: Pool, plugins: tuple[str, ...], layout: tuple[str, ...]) -> None:
     found = ranks.run("rows_cases:rows", 2, plugins=plugins, values=layout, slots=2, count=4, failing=1)
     assert found == ["request 1 fails"] * 2
+
+
+@pytest.mark.parametrize(("plugins", "layout"), [(("fsdp2",), ()), (("pp",), ("parallel.pp=2",))])
+def test_a_text_comes_in_pieces_on_every_rank(ranks: Pool, plugins: tuple[str, ...], layout: tuple[str, ...]) -> None:
+    values = ("decoder.std=0.2",)
+    (wanted,) = ranks.run("rows_cases:text", 1, plugins=(), values=values)
+    assert ranks.run("rows_cases:text", 2, plugins=plugins, values=(*values, *layout)) == [wanted] * 2
+    assert wanted[1] > 8

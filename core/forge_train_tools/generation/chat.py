@@ -14,7 +14,7 @@ from forge_train_kit import hookspecs
 
 from .chats import ChatPrompts, shorter
 from .completion import Completion
-from .rows import check, check_whole, encode, longest
+from .rows import check, encode, longest
 from .sampling import Sampling
 
 
@@ -33,7 +33,6 @@ class Chat:
     """
 
     def __init__(self, job: Job, model: Model, prompts: ChatPrompts, sampling: Sampling, system: str = "") -> None:
-        check_whole(job, model)
         check(job, model)
         self._job, self._model, self._prompts, self._sampling = job, model, prompts, sampling
         self._longest = longest(model)

@@ -1,10 +1,9 @@
-"""Generates a text one token at a time; keeps keys and values if the model can."""
+"""Generates a text, and gives its pieces as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-
-from torch import Tensor
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing
 
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
@@ -12,8 +11,8 @@ from forge_train_kit import hookspecs
 from forge_train_kit.activations import Interventions
 
 from ..offline import drafting
-from ..offline.logits import Logits
-from .rows import Choice, Stopped, TextRow, check, check_whole, encode, longest
+from .engine import follow, generating
+from .rows import Choice, Stopped, TextRow, check, encode, longest
 from .sampling import Sampling
 
 
@@ -25,7 +24,7 @@ class Completion:
 
     Args:
         job: provides the tokenizer and the task.
-        model: in one part.
+        model: with its weights; drafts need it whole in one process.
         prompt: the text to continue; empty for the beginning of a document.
         sampling: how to choose tokens.
         whole: whether the prompt has its own beginning, as a rendered chat has; if not, the tokenizer's is added.
@@ -47,17 +46,15 @@ class Completion:
         ends: Collection[int] = (),
         request: int = 0,
     ) -> None:
-        check_whole(job, model)
         check(job, model)
-        self._job, self._model, self._part, self._sampling = job, model, model.parts[0], sampling
+        self._job, self._model, self._sampling = job, model, sampling
         tokenizer = hookspecs.tokenizer(job)
         self._vocabulary = tokenizer.vocabulary
         ids = encode(tokenizer, prompt, whole=whole)
         self._row = TextRow(0, ids, sampling, tokenizer, ends=ends, longest=longest(model), request=(request, 0))
         if sampling.drafts:
-            drafting.check(job, self._part, sampling.drafts)
+            drafting.check(job, model.parts[0], sampling.drafts)
         self.drafts = drafting.Drafts()
-        self._interventions = Interventions.of(model, job)
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -79,37 +76,22 @@ class Completion:
         return self._row.stopped
 
     def __iter__(self) -> Iterator[str]:
-        row, shown = self._row, 0
-        modes = [(module, module.training) for module in self._part.modules()]
-        self._part.eval()
-        try:
-            choices = self._drafted() if self._sampling.drafts else self._drawn()
-            for choice in self._interventions.each(choices):
-                row.add(choice)
+        rows = self._drafted() if self._sampling.drafts else follow(self._job, self._model, self._row)
+        shown = 0
+        with closing(rows):
+            for row in rows:
                 if piece := row.text[shown:]:
                     shown = len(row.text)
                     yield piece
+
+    def _drafted(self) -> Generator[TextRow, None, None]:
+        row, part = self._row, self._model.parts[0]
+        length = row.prompt + row.most
+        rounds = drafting.Drafting(self._job, part, self._sampling.drafts, length, self._vocabulary, self.drafts)
+        with generating(self._model):
+            choices = map(Choice, rounds.tokens(self.prompt))
+            for choice in Interventions.of(self._model, self._job).each(choices):
+                row.add(choice)
+                yield row
                 if row.done:
                     break
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            self._model.free_gathered()
-
-    def _drafted(self) -> Iterator[Choice]:
-        length = self._row.prompt + self._row.most
-        rounds = drafting.Drafting(self._job, self._part, self._sampling.drafts, length, self._vocabulary, self.drafts)
-        return map(Choice, rounds.tokens(self.prompt))
-
-    def _drawn(self) -> Iterator[Choice]:
-        logits = Logits(self._job, self._part, self._row.prompt + self._row.most)
-        new = self.prompt
-        while True:
-            choice = self._agree(logits(new))
-            yield choice
-            new = [choice.id]
-
-    def _agree(self, logits: Tensor) -> Choice:
-        """The next token; all ranks use the first rank's, so that rounding differences can't make them diverge."""
-        choice: Choice = self._job.dist.on_main(lambda: self._row.choose(logits))
-        return choice

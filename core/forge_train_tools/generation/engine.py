@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
@@ -16,7 +16,7 @@ from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 
 from .forwards import Forwards
-from .memory import Memory, memory_for
+from .memory import Memory, OneByOne, memory_for
 
 log = logging.getLogger("forge_train")
 
@@ -68,11 +68,24 @@ def run(job: Job, model: Model, rows: Iterator[_R], *, slots: int) -> Iterator[_
     """
     if slots < 1:
         raise ConfigError(f"Rows are generated at least one at a time, not {slots}.")
+    _check(job, model)
+    return cast("Iterator[_R]", _Run(job, model, rows, slots).rows())
+
+
+def follow(job: Job, model: Model, row: _R) -> Generator[_R, None, None]:
+    """Yield a row after each of its tokens; otherwise as `run`, and up to rounding the same numbers.
+
+    It computes the row without others that do not count, which takes less time for a single row.
+    """
+    _check(job, model)
+    return cast("Generator[_R, None, None]", _Run(job, model, iter([row]), 1, alone=True).rows())
+
+
+def _check(job: Job, model: Model) -> None:
     if job.dist.layout.cp > 1:
         raise ConfigError("Generating text needs whole sequences; set parallel.cp = 1.")
     if model.looks_ahead:
         raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
-    return cast("Iterator[_R]", _Run(job, model, rows, slots).rows())
 
 
 @dataclass
@@ -91,8 +104,8 @@ class _Replica:
 class _Run:
     """Every rank follows the rows of all replicas, so that they agree on what comes next."""
 
-    def __init__(self, job: Job, model: Model, rows: Iterator[Row], slots: int) -> None:
-        self._job, self._model, self._rows, self._slots = job, model, rows, slots
+    def __init__(self, job: Job, model: Model, rows: Iterator[Row], slots: int, *, alone: bool = False) -> None:
+        self._job, self._model, self._rows, self._slots, self._alone = job, model, rows, slots, alone
         self._replicas = [_Replica() for _ in range(job.dist.data_ranks)]
         self._mine = self._replicas[job.dist.data_rank]
         self._forwards = Forwards(job, model)
@@ -100,8 +113,8 @@ class _Run:
         ranks = job.dist.gather_objects((job.dist.data_rank, self._forwards.sees_logits))
         self._leaders = [ranks.index((replica, True)) for replica in range(job.dist.data_ranks)]
 
-    def rows(self) -> Iterator[Row]:
-        with self._quiet():
+    def rows(self) -> Generator[Row, None, None]:
+        with generating(self._model), self._forwards.ready():
             while True:
                 self._fill()
                 if not any(replica.taken for replica in self._replicas):
@@ -121,7 +134,9 @@ class _Run:
         most = max(len(replica.waiting) for replica in self._replicas)
         if not most:
             return
-        if self._memory is None:
+        if self._alone:
+            self._memory = OneByOne(self._job, self._model)
+        elif self._memory is None:
             longest = max(map(_length, self._mine.waiting), default=1)
             self._memory = memory_for(self._job, self._model, max(len(self._mine.waiting), 1), longest)
         found: list[Tensor | None] = []
@@ -161,6 +176,7 @@ class _Run:
                     del replica.active[last]
                     if replica is self._mine and self._memory is not None:
                         self._memory.end(at, last)
+                if row.done or self._alone:
                     yield row
 
     def _shared(self, choose: Callable[[], list[Any]]) -> list[list[Any]]:
@@ -182,19 +198,19 @@ class _Run:
             raise failed
         return [everybody[leader][0] for leader in self._leaders]
 
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """Without dropout; the model's modes return, and gathered weights are freed."""
-        modes = [(module, module.training) for part in self._model.parts for module in part.modules()]
-        for module, _ in modes:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            self._forwards.close()
-            self._model.free_gathered()
+
+@contextmanager
+def generating(model: Model) -> Iterator[None]:
+    """A block without dropout; afterwards the model's modes return, and gathered weights are freed."""
+    modes = [(module, module.training) for part in model.parts for module in part.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        model.free_gathered()
 
 
 def _length(row: Row) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +45,8 @@ class Forwards:
         self._executor: Executor | None = None
         self._found: Tensor | None = None
         self._call = Call(torch.empty(0))
-        self._hooks: list[Any] = []
         if job.dist.layout.pp > 1:
             self._executor = hookspecs.executor(model, _Looking(self), job)
-            self._hooks = [
-                part.register_forward_pre_hook(self._giving(number), with_kwargs=True)
-                for number, part in enumerate(model.parts)
-            ]
 
     @torch.no_grad()
     def __call__(self, call: Call) -> Tensor | None:
@@ -73,10 +69,16 @@ class Forwards:
         outputs = full_tensor(self._task.outputs(part, hidden, Batch(inputs=ids, labels=ids)))
         return outputs[:rows, 0].float().cpu()
 
-    def close(self) -> None:
-        """Leave the model as it was."""
-        for one in self._hooks:
-            one.remove()
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """A block in which the parts of a pipeline are given their caches."""
+        pairs = [] if self._executor is None else enumerate(self._parts)
+        hooks = [part.register_forward_pre_hook(self._giving(number), with_kwargs=True) for number, part in pairs]
+        try:
+            yield
+        finally:
+            for one in hooks:
+                one.remove()
 
     def look(self, part: nn.Module, hidden: Tensor) -> None:
         """Take the logits that the executor has come to."""

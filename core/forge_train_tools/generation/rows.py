@@ -125,16 +125,6 @@ def check(job: Job, model: Model) -> None:
         raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
 
 
-def check_whole(job: Job, model: Model) -> None:
-    """Check that each process has a whole model and whole sequences.
-
-    Raises:
-        ConfigError: naming what cuts them.
-    """
-    if max(len(model.parts), job.dist.layout.pp, job.dist.layout.cp) > 1:
-        raise ConfigError("Generating text needs a whole model and whole sequences; this model is cut by pp or cp.")
-
-
 def longest(model: Model) -> int | None:
     """Tokens that the model reads at once; None for any number."""
     found = [getattr(part, "max_sequence", None) for part in model.parts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,31 +11,8 @@ from forge_train.base.errors import ForgeError
 from forge_train.contract.batch import MASKED, Batch
 from forge_train.contract.protocols import Task
 from forge_train.mesh.tensors import full_tensor
-from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train_kit.capabilities import capabilities_of
-
-
-class Logits:
-    """Logits of the next token, computed from the new tokens."""
-
-    def __init__(self, job: Job, part: nn.Module, length: int) -> None:
-        self._part, self._device = part, job.device
-        self._task: Task = hookspecs.task(job)
-        self._cache = new_cache(part, length) if continues(job) else None
-        self._ids: list[int] = []
-
-    @torch.no_grad()
-    def __call__(self, new: Sequence[int]) -> Tensor:
-        """`[vocabulary]` fp32 on the CPU.
-
-        Raises:
-            ForgeError: if they are NaN.
-        """
-        self._ids += new
-        ids = torch.tensor([self._ids if self._cache is None else new], device=self._device)
-        hidden = self._part(ids) if self._cache is None else self._part(ids, cache=self._cache)
-        return logits_of(self._task, self._part, hidden[:, -1:], len(self._ids))[-1]
 
 
 def logits_of(task: Task, part: nn.Module, hidden: Tensor, seen: int) -> Tensor:
