@@ -17,6 +17,8 @@ import torch
 import eval_tasks
 import forge_cli
 from forge_cli import forge, one_message
+from forge_train.mesh.distributed import DistributedContext
+from forge_train_tools.evaluation.asking import Asked
 from forge_train_tools.evaluation.local_tasks import pass_at
 from forge_train_tools.evaluation.paired import compare
 from forge_train_tools.evaluation.results import Metric
@@ -273,3 +275,12 @@ def test_requests_of_any_length_are_scored_as_alone(oracle: eval_tasks.ByTransfo
         assert [one.log_likelihood for one in found] == pytest.approx([total for total, _ in expected], rel=1e-6)
         assert [one.cut for one in found] == [max(len(a) + len(b) - 65, 0) for a, b in requests]
         assert [one.tokens for one in found] == [len(asked) for _, asked in requests]
+
+
+def test_others_wait_for_the_main_process_as_long_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[object] = []
+    lead = Asked.lead
+    monkeypatch.setattr(DistributedContext, "settle", lambda self, seconds: order.append(seconds))
+    monkeypatch.setattr(Asked, "lead", lambda self, work: (order.append("lead"), lead(self, work))[1])
+    run("-s", "run.timeout=77", task="prose.jsonl")
+    assert order == [77.0, "lead"]

@@ -176,6 +176,7 @@ def _evaluate(asked: Evaluation, prepared_tasks: Prepared, told: Told = lambda t
         answering = Asked(job, model, asked.batch)
         load_extra(job, locate=foreign.resolve)
         source.load(model, job)
+        job.dist.settle(job.config.run.timeout)  # data is opened by one process, while the others wait
         found = answering.lead(partial(_lead, asked, prepared_tasks, told))
         recorded = job.dist.on_main(partial(_record, source.path, found)) if source.saved is not None else ""
     done = EvaluatedTasks(str(source.path), source.step, world, {one.name: one for one in found}, recorded)
