@@ -284,3 +284,21 @@ def test_others_wait_for_the_main_process_as_long_as_in_a_run(monkeypatch: pytes
     monkeypatch.setattr(Asked, "lead", lambda self, work: (order.append("lead"), lead(self, work))[1])
     run("-s", "run.timeout=77", task="prose.jsonl")
     assert order == [77.0, "lead"]
+
+
+def test_a_run_is_compared_with_its_own_earlier_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    eval_tasks.write_desk(tmp_path)
+    (tmp_path / "mine.toml").write_text(forge_cli.DECODER + '[text]\npath = "prose.jsonl"\n', encoding="utf-8")
+    ended = forge(
+        "train", "mine.toml", "--name", "first", "--quiet", "-s", "checkpoint.every=1", "-s", "checkpoint.keep=3"
+    )
+    assert ended.code == 0, ended.err
+    before = run(path="runs/first/checkpoints/step-00000001", task="prose.jsonl")
+    now = run("--against", "runs/first", path="runs/first", task="prose.jsonl")
+    found = now["differences"]["prose"]["bits_per_byte"]
+    assert (found["before"], found["now"]) == (
+        value(before, "prose", "bits_per_byte"),
+        value(now, "prose", "bits_per_byte"),
+    )
+    assert found["difference"] != 0

@@ -87,8 +87,6 @@ class Evaluation:
         """
         if self.samples is not None:
             check_new(self.samples)
-        if self.against is not None:
-            results.read(self.against)
         local = [one for one in self.tasks if Path(one).suffix and Path(one).suffix not in YAML]
         found = [prepare(one) for task in local for one in open_file(_file(task), self.limit)]
         others = tuple(one for one in self.tasks if one not in local)
@@ -138,8 +136,12 @@ def evaluate_tasks(asked: Evaluation, *, nproc: int = 1, told: Told = lambda tex
         ForgeError: with the message of the rank that failed first.
     """
     tasks = asked.prepared()  # before a model is composed, and so that a mistake is reported only once
-    if nproc == 1:
-        return _evaluate(asked, lambda: tasks, told)
+    before = None if asked.against is None else results.read(asked.against)  # of the same run too, until they are new
+    found = _evaluate(asked, lambda: tasks, told) if nproc == 1 else _on_several(asked, nproc)
+    return found if before is None else dataclasses.replace(found, differences=all_differences(found.tasks, before))
+
+
+def _on_several(asked: Evaluation, nproc: int) -> EvaluatedTasks:
     asked.source(nproc)
     with tempfile.TemporaryDirectory(prefix="forge-eval-") as name:
         folder = Path(name)
@@ -149,9 +151,7 @@ def evaluate_tasks(asked: Evaluation, *, nproc: int = 1, told: Told = lambda tex
         ended = launch(command, nproc)
         ended.check()
     found = dict(ended.result["evaluated"])
-    return _compared(
-        asked, EvaluatedTasks(**found | {"tasks": {one["name"]: TaskResult.of(one) for one in found["tasks"]}})
-    )
+    return EvaluatedTasks(**found | {"tasks": {one["name"]: TaskResult.of(one) for one in found["tasks"]}})
 
 
 def worker(asked: dict[str, Any]) -> dict[str, Any]:
@@ -179,8 +179,7 @@ def _evaluate(asked: Evaluation, prepared_tasks: Prepared, told: Told = lambda t
         job.dist.settle(job.config.run.timeout)  # data is opened by one process, while the others wait
         found = answering.lead(partial(_lead, asked, prepared_tasks, told))
         recorded = job.dist.on_main(partial(_record, source.path, found)) if source.saved is not None else ""
-    done = EvaluatedTasks(str(source.path), source.step, world, {one.name: one for one in found}, recorded)
-    return _compared(asked, done)
+    return EvaluatedTasks(str(source.path), source.step, world, {one.name: one for one in found}, recorded)
 
 
 def _lead(asked: Evaluation, prepared_tasks: Prepared, told: Told, answering: Asked) -> list[TaskResult]:
@@ -226,12 +225,6 @@ def _record(checkpoint: Path, found: Sequence[TaskResult]) -> str:
         for one in found:
             results.write(folder, one)
     return str(folder)
-
-
-def _compared(asked: Evaluation, found: EvaluatedTasks) -> EvaluatedTasks:
-    if asked.against is None:
-        return found
-    return dataclasses.replace(found, differences=all_differences(found.tasks, results.read(asked.against)))
 
 
 def _file(task: str) -> Path:
