@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-COUNT, FEW, SHARED = 10_000, 1_000, 200
+COUNT, FEW, SHARED = 10_000, 1_000, 100
 """Records that are killed, that memory is compared with, and of which the time is divided."""
 SHORTEST, LONGEST = 20, 120
 """Characters of a record."""

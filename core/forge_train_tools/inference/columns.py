@@ -13,8 +13,10 @@ import numpy as np
 
 from forge_train.base.strict_json import dumps, loads
 
-BLOCK = 16 << 20
-"""Bytes that are read at once."""
+BLOCK = 4 << 20
+"""Bytes of memory that what is read at once takes, about."""
+_OBJECTS = 2 << 10
+"""Of these, bytes that the objects of a record take beside its arrays and texts."""
 _SIZE = struct.Struct("<I")
 _LINE, _ARRAYS = "line", "arrays"
 _DTYPES = {"f": np.dtype("<f4"), "i": np.dtype("<i4")}
@@ -53,7 +55,7 @@ def blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
                 line[name] = np.frombuffer(found, dtype).reshape(shape)
                 size += len(found)
             block.append(line)
-            size += length
+            size += length + _OBJECTS
             if size >= BLOCK:
                 yield block
                 block, size = [], 0
