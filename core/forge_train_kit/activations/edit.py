@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +82,10 @@ class Interventions:
     @classmethod
     def of(cls, model: Model, job: Job) -> Interventions:
         """Those of a model. Every rank must call it, the first time before the model is used."""
-        if model not in _KNOWN:
-            _KNOWN[model] = cls(model, job)
-        return _KNOWN[model]
+        found: Interventions | None = vars(model).get(_ATTRIBUTE)
+        if found is None:
+            found = vars(model)[_ATTRIBUTE] = cls(model, job)
+        return found
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -151,4 +151,5 @@ class Interventions:
         return Positions(batch.sample_ids, places.to(full.device))
 
 
-_KNOWN: WeakKeyDictionary[Model, Interventions] = WeakKeyDictionary()
+_ATTRIBUTE = "_interventions"
+"""Of a model that has them."""
