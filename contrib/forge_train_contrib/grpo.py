@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_train import FilePath, Ge, Gt, Job, Lt, Problem, Task, Volatile, hookimpl, section
@@ -69,6 +70,11 @@ class GRPO(ReferencePlugin):
         reward: Annotated[str, FilePath(words=("exact",), dotted=True)] = "exact"
         """The reward: `exact` is 1 if the answer is the text in the record's field `answer` (white space at both ends
         aside), and 0 otherwise; or your function, as `package.module:function` or `file.py:function`."""
+        gym: str = ""
+        """A task of reasoning-gym, such as `chain_sum`, in the place of `prompts` and `reward`; needs
+        `pip install 'forge-train[rl]'`."""
+        gym_options: Mapping[str, Any] = field(default_factory=dict)
+        """Options of the task: `{ size = 1000, max_terms = 2 }`. The seed is the run's, if they name none."""
         group: Annotated[int, Ge(2)] = 8
         """Answers to each prompt."""
         tokens: Annotated[int, Gt(0)] = 128
@@ -108,13 +114,18 @@ class GRPO(ReferencePlugin):
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
-        from ._grpo.rewards import find
+        from ._grpo.rewards import EXACT, find
 
         mine, train = self.config, config.train
-        if not mine.prompts:
+        if not (mine.prompts or mine.gym):
             yield Problem("grpo.prompts", "required: your prompts, such as prompts.jsonl.", data=True)
         if text := find(mine.reward)[1]:
             yield Problem("grpo.reward", text)
+        if mine.gym:
+            for key in (key for key, usual in (("prompts", ""), ("reward", EXACT)) if getattr(mine, key) != usual):
+                yield Problem(f"grpo.{key}", "has no effect with grpo.gym, whose tasks have both; remove one.")
+        elif mine.gym_options:
+            yield Problem("grpo.gym_options", "has no effect without grpo.gym.")
         sizes = [("train.global_batch", (1 + mine.stale) * train.global_batch, "a rollout")]
         if train.evaluate_every:
             sizes += [("train.evaluate_batches", train.evaluate_batches * train.global_batch, "an evaluation")]
@@ -186,7 +197,8 @@ class GRPO(ReferencePlugin):
         from forge_train_kit.data.stages import counted, held_out
 
         mine = self.config
-        yield "source", f"{counted(find(mine.prompts, key='grpo.prompts'))}: prompts"
+        known = mine.gym or counted(find(mine.prompts, key="grpo.prompts"))
+        yield "source", f"{known}: prompts"
         yield "filter", held_out(mine.held_out, "prompts by their hash")
         yield "order", "another one in each epoch, by the run's seed"
         yield "pack", f"a row of {job.config.train.sequence} tokens for each answer, drawn by the model before the step"

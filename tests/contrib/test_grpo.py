@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import grpo_cases
 from forge_train import ConfigError
 from forge_train.base.errors import ForgeError
+from forge_train_contrib._grpo.gym import Gym
 from forge_train_contrib._grpo.rollouts import forget
 from forge_train_tools.testing import Pool, RunForge, assert_conforms
 
@@ -148,6 +150,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rounds": ({"grpo.rounds": 3}, r"rounds.*'dapo' only"),
     "no reference": ({"grpo.kl": 0.1}, r"starts from random weights, which can't be its reference"),
     "stored": ({"grpo.stored": "x.json"}, r"nobody knows the answers"),
+    "two sources": ({"grpo.gym": "chain_sum", "grpo.reward": "exact"}, r"grpo.prompts.*no effect with grpo.gym"),
+    "options of no task": ({"grpo.gym_options": {"size": 3}}, r"gym_options.*no effect without grpo.gym"),
     "no held-out prompt": ({"train.evaluate_every": 1}, r"no prompt is left for evaluation: raise grpo.held_out"),
 }
 
@@ -205,3 +209,29 @@ def test_samples_that_are_made_again_are_kept_once(tmp_path: Path) -> None:
     file.write_text("".join(lines) + '{"rollout": 3, "pro', encoding="utf-8")
     forget(file, 1)
     assert file.read_text(encoding="utf-8") == "".join(lines[:2])
+
+
+def gym(name: str = "chain_sum", **options: Any) -> dict[str, Any]:
+    """A task of reasoning-gym, whose questions are longer than a tiny row."""
+    length = {"train.sequence": 128, "decoder.max_sequence": 128}
+    return {"grpo.gym": name, "grpo.gym_options": {"size": 6, **options}, "grpo.reward": "exact", **length}
+
+
+def test_a_task_of_reasoning_gym_has_prompts_and_rewards(run_forge: RunForge, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    config = grpo_cases.settings(tmp_path, **gym(max_terms=2, max_digits=1))
+    run = run_forge(["grpo"], {**config, "grpo.prompts": ""}, steps=2)
+    assert run.metrics[0]["grpo.reward"] >= 0
+    entry = {"question": "1 + 2?", "answer": "3", "metadata": {}}
+    scores = Gym("chain_sum", {}, 0)([""] * 2, [" 3\n", "4"], [entry] * 2, [""] * 2)
+    assert scores[0] == 1 > scores[1]
+    with pytest.raises(ConfigError, match=r"no task 'chain_sun'.*chain_sum"):
+        Gym("chain_sun", {}, 0)
+    with pytest.raises(ConfigError, match=r"grpo.gym_options: chain_sum refuses \{'min_terms': 0\}"):
+        Gym("chain_sum", {"min_terms": 0}, 0)
+
+
+def test_reasoning_gym_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"grpo.gym needs reasoning-gym: pip install 'forge-train\[rl\]'"):
+        Gym("chain_sum", {}, 0)

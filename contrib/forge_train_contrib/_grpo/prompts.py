@@ -22,6 +22,7 @@ from forge_train_kit.data.formats import END, Part, lookup, text_of
 from forge_train_kit.data.held_out import Side, side_of
 from forge_train_kit.data.permutation import permute
 
+from .gym import Gym
 from .rewards import ANSWER, EXACT
 
 KEY = "grpo.prompts"
@@ -44,18 +45,20 @@ class Prompts:
     Args:
         job: gives the tokenizer and the length of a row.
         config: of the plugin.
+        gym: makes the prompts, where no files have them.
 
     Raises:
         ConfigError: naming the file and the place of a record that is no prompt, or leaves no room for an answer.
     """
 
-    def __init__(self, job: Job, config: Any) -> None:
+    def __init__(self, job: Job, config: Any, gym: Gym | None = None) -> None:
         self._job, self._config, self._tokenizer = job, config, hookspecs.tokenizer(job)
         self.ends = frozenset(self._tokenizer.stops)
         """Tokens that end an answer."""
         self._template: Template | None = None
+        self._exact = config.reward == EXACT and gym is None
         self._sides: dict[Side, list[Prompt]] = {"train": [], "validation": []}
-        for where, record in self._records():
+        for where, record in gym.records(chat=bool(config.template)) if gym else self._records():
             prompt = self._prompt(where, record)
             self._sides[side_of(prompt.text.encode(), config.held_out)].append(prompt)
         if not any(self._sides.values()):
@@ -90,7 +93,7 @@ class Prompts:
             text = text_of(record, "prompt", where, f"{KEY}; or messages")
             ids = self._tokenizer.encode(text)
             ids = ids if tuple(ids[: len(begin)]) == begin else [*begin, *ids]
-        if self._config.reward == EXACT and not isinstance(record.get(ANSWER), str | int | float):
+        if self._exact and not isinstance(record.get(ANSWER), str | int | float):
             raise ConfigError(
                 f"{where}: has no text or number under {ANSWER!r}, which grpo.reward = '{EXACT}' compares with; add "
                 "it, or name a reward of your own."

@@ -20,6 +20,7 @@ from forge_train_kit import hookspecs
 from forge_train_kit.data.held_out import Side
 from forge_train_tools.generation.engine import run
 
+from .gym import Gym
 from .prompts import Prompt, Prompts, shown
 from .rewards import Reward
 from .rule import Answer, Rule
@@ -102,7 +103,8 @@ class Rollouts:
     def __init__(self, job: Job, config: Any, author: object, observed: Callable[[], Mapping[str, Any] | None]) -> None:
         self._job, self._config, self._author, self._observed = job, config, author, observed
         self._tokenizer = hookspecs.tokenizer(job)
-        self._reward, self._prompts = Reward(config.reward), Prompts(job, config)
+        gym = Gym(config.gym, config.gym_options, job.seed) if config.gym else None
+        self._reward, self._prompts = gym or Reward(config.reward), Prompts(job, config, gym)
         self._kept = False
         """True once samples were kept."""
         self._rule = Rule(config.temperature, self._tokenizer.vocabulary)
