@@ -22,6 +22,7 @@ def generate(
     *,
     samples: int = 1,
     chat: bool = False,
+    template: str = "",
     logprobs: bool = False,
     long: Literal["refuse", "left"] = "refuse",
     plugins: Iterable[str] = (),
@@ -36,6 +37,7 @@ def generate(
         prompts: texts, or records as `forge generate --from-file` reads them: `{"messages": [...]}`.
         samples: answers to each.
         chat: whether texts are messages of a user, to be put into the model's chat template.
+        template: another chat template than the model's: `chatml`, `llama3`, `plain` or a file.
         logprobs: whether answers have their tokens and log-probabilities.
         long: treatment of prompts that leave no room for an answer: refused, or cut on their left.
         plugins: plugins to enable too.
@@ -61,6 +63,7 @@ def generate(
             sampling=sampling_of(options),
             samples=samples,
             chat=chat,
+            template=template,
             logprobs=logprobs,
             long=long,
             plugins=tuple(plugins),

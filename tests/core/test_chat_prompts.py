@@ -12,6 +12,7 @@ import chat_model
 from forge_cli import forge, one_message
 from forge_train import ConfigError
 from forge_train_tools import generate, open_model
+from forge_train_tools.generation import chats
 from forge_train_tools.generation.chats import shorter
 
 pytest.importorskip("transformers")
@@ -104,6 +105,30 @@ def test_another_template_ends_its_turns(hf: Path) -> None:
     (end,) = model.tokenizer.encode("<|im_end|>")
     assert model.chats("chatml").ends == [*model.chats().ends, end]
     assert end not in model.chats().ends
+
+
+def test_the_end_of_a_turn_ends_chats_and_no_other_text(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    third = by_transformers(hf, CHAT, max_new_tokens=20)[2]
+    monkeypatch.setattr(chats, "turn_end", lambda *given: third)
+    text = rendered(CHAT)
+    asked = [{"messages": CHAT}, {"prompt": text}]
+    chat, plain = generate(hf, asked, tokens=8, temperature=0, template="chatml", logprobs=True).answers
+    assert (chat.stopped, chat.tokens) == ("end", 2)
+    assert (plain.stopped, (plain.ids or ())[2]) == ("tokens", third), "the same tokens, and another end"
+
+
+def test_a_file_that_was_begun_with_another_template_is_not_continued(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forge_train_tools.inference.output_file import OutputFile
+
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    asked = ("generate", hf, "--from-file", tmp_path / "a.jsonl", "--out", tmp_path / "b.jsonl", "--tokens", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFile, "finish", lambda self: None)
+        assert forge(*asked).code == 0
+    assert "was begun with another chat template" in one_message(forge(*asked, "--template", "plain"), 2)
+    assert forge(*asked).code == 0
 
 
 def test_mistakes(hf: Path, tmp_path: Path) -> None:

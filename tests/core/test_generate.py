@@ -23,6 +23,7 @@ from forge_train.mesh.layout import Layout
 from forge_train_cli.app import run as forge
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 from forge_train_tools.generation.completion import Completion
+from forge_train_tools.generation.requests import Requests
 from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.generation.texts import Stops, Stream
 
@@ -159,6 +160,12 @@ class Scripted(nn.Module):
         return nn.functional.one_hot(torch.tensor([wanted]), self.vocabulary).float()
 
 
+class Stub(SimpleNamespace):
+    """Known by its identity, as a model is."""
+
+    __hash__ = object.__hash__
+
+
 def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **values: Any) -> Completion:
     tokenizer = tokenizer or ByteTokenizer()
     task = SimpleNamespace(outputs=lambda part, hidden, batch: hidden)
@@ -186,11 +193,29 @@ class Instructed(ByteTokenizer):
 
 
 @pytest.mark.unit
+def test_a_prompt_that_is_cut_keeps_its_beginning() -> None:
+    asked = Requests(
+        given=["abcdefghij"],
+        files=(),
+        field="",
+        chat=False,
+        long="left",
+        sampling=Sampling(tokens=4),
+        longest=9,
+        tokenizer=Instructed(),
+        chats=lambda: pytest.fail("there is no chat"),
+    )
+    request = asked.request(*next(asked.read()))
+    assert (request.ids, request.cut) == ((1, *b"ghij"), 6)
+
+
+@pytest.mark.unit
 def test_a_prompt_begins_as_the_tokenizer_says_and_every_stop_ends_it() -> None:
     completion = scripted([*b"_so", 2, *b"more"], Instructed())
     assert completion.prompt == [1], "not the end of another document"
     completion = scripted([*b"_so", 2, *b"more"], Instructed(), prompt="a")
     assert completion.prompt == [1, *b"a"]
+    assert scripted(b"_so", Instructed(), prompt="\x01a").prompt == [1, *b"a"], "it is there once"
     assert ("".join(completion), completion.stopped, completion.tokens) == ("so", "end", 2)
 
 

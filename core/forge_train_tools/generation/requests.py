@@ -130,7 +130,7 @@ class Requests:
     def _versions(self, record: Mapping[str, Any], where: str, *, chat: bool) -> Iterator[list[int]]:
         """The tokens of the prompt; of a chat, then without its oldest turns."""
         if not chat:
-            yield encode(self.tokenizer, _text(record, self.field, where), whole=False)
+            yield self._encoded(_text(record, self.field, where), where, whole=False)
             return
         if self.field or record.get(MESSAGES) is None:
             record = {MESSAGES: [{"role": "user", "content": _text(record, self.field, where)}]}
@@ -142,7 +142,13 @@ class Requests:
                 text = self.chats().render(found, tools)
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
-            yield encode(self.tokenizer, text, whole=True)
+            yield self._encoded(text, where, whole=True)
+
+    def _encoded(self, text: str, where: str, *, whole: bool) -> list[int]:
+        try:
+            return encode(self.tokenizer, text, whole=whole)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
 
     def _cut(self, ids: list[int], shorter: Iterator[list[int]], most: int, where: str, *, chat: bool) -> list[int]:
         """The prompt's last tokens, after the tokenizer's beginning; of a chat, its last turns."""
