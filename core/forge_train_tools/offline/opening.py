@@ -13,17 +13,14 @@ from forge_train.checkpoint import checkpoint
 from forge_train.compose.compose import compose
 from forge_train.compose.initialise import allocate
 from forge_train.config import differences
-from forge_train.config.tree import Key, Tree
 from forge_train.contract.model import Model
 from forge_train.loop.assembly import load_initial
 from forge_train.loop.weights import load_weights
-from forge_train.mesh.axes import CONFIGURED
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.process_group import choose_device
 from forge_train.plugin.calls import implemented
 from forge_train.plugin.job import Job
-from forge_train.registry.declared import installed, spec_modules
 from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup
 from forge_train.run.run import is_run
@@ -35,6 +32,7 @@ from forge_train_kit.plugins import find as find_plugin
 from ..configuration.request import Request, added_axes, lay
 from ..configuration.setup import resolve
 from .hf_request import starting_from
+from .of_packages import answering_others, of_gone_packages
 from .read_only import ReadOnlyRun
 
 
@@ -173,7 +171,7 @@ def setup_of(
     tree = lay(Request(config=file))
     asked = [spec for key in ("plugins",) for spec in _names(tree.values.get((key,)))]
     kept = {entry["name"] for entry in saved["enabled"]}
-    for key in (gone := list(_of_gone_packages(tree, kept))):
+    for key in (gone := list(of_gone_packages(tree, kept))):
         del tree.values[key]
     defaults = [value.value for value in tree.below(("defaults",)).values() if isinstance(value.value, str)]
     named = {plugin_name(spec) for spec in (*asked, *defaults)} - {""}
@@ -181,6 +179,8 @@ def setup_of(
     needed = {value.value for value in tree.below(("defaults", "distributed")).values()} if world > 1 else set()
     needed.add(tree.values[("defaults", "executor")].value)  # changes no number, and another plugin may have filled it
     asked_for = wanted or Wanted()
+    if asked_for.data and wanted is not None:
+        needed |= set(answering_others(named - kept))
     more = {plugin_name(spec) for spec in asked_for.plugins}
     request = Request(
         config=file,
@@ -207,18 +207,6 @@ def setup_of(
             + "\nPut the values back in that file, or use --set where the command has it."
         )
     return setup
-
-
-def _of_gone_packages(tree: Tree, kept: Set[str]) -> Iterator[Key]:
-    """Keys of axes, and of defaults of slots, that no installed package declares; not of defaults that are kept."""
-    slots = {name for module in spec_modules() for name in module.declares}
-    axes = {*CONFIGURED, *installed()}
-    for key, value in tree.values.items():
-        match key:
-            case "defaults", name if name not in slots and str(value.value) not in kept:
-                yield key
-            case "parallel", name if name not in axes:
-                yield key
 
 
 _MODEL = {"build_model", "attention", "feed_forward", "head", "tail", "parallelize"}
