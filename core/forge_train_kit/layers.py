@@ -122,6 +122,11 @@ class AttentionOptions:
     """[lengths] `[batch]` int64: each row has one query, which sees this many keys, the first ones; the others are
     finite. Not beside documents, a window, an offset or dropout."""
 
+    def __post_init__(self) -> None:
+        beside = (self.document_ids, self.query_document_ids, self.window, self.offset, self.dropout)
+        if self.lengths is not None and any(one is not None for one in beside):
+            raise ConfigError("Attention takes no lengths of rows beside documents, a window, an offset or dropout.")
+
     def first_query(self, query: Tensor, key: Tensor) -> int:
         """Return the position of the first query, counted from the first key."""
         return key.shape[1] - query.shape[1] if self.offset is None else self.offset

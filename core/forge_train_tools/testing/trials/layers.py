@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from forge_train.base.format import format_list
 from forge_train.compose.initialise import materialise
 from forge_train_kit.heads import HeadSpec, Trunk
-from forge_train_kit.model import Embedding, Linear, RMSNorm, TensorStyle, flops_per_token
+from forge_train_kit.model import Embedding, Linear, RMSNorm, Slots, TensorStyle, filled, flops_per_token
 
 from ..bench import TOKENS, Bench, Trials, close
 from ..conformance import DoubtError, SkippedError, require
@@ -106,6 +106,29 @@ def attention_continues_from_its_cache(bench: Bench) -> None:
             for start, end in cuts
         ]
     close(torch.cat(pieces, dim=1), whole, "attention in pieces, through the cache", 1e-5)
+
+
+def attention_continues_rows_side_by_side(bench: Bench) -> str:
+    """Two rows of different lengths that begin one after the other and continue together."""
+    module: Any = _module(bench, "attention")
+    if not callable(getattr(module, "new_slots", None)):
+        return "it has no new_slots: rows are generated one after the other"
+    module.eval()
+    x, begun = _input(bench), (SEQUENCE - 2, 3)
+    slots = Slots(BATCH, SEQUENCE, x.device, joint=False)
+    cache = module.new_slots(slots)
+    with torch.no_grad():
+        whole = module(x)
+        for row, length in enumerate(begun):
+            slots.begin(row, length)
+            module(x[row : row + 1, :length], position_ids=torch.arange(length)[None], cache=cache)
+        for step in range(2):
+            slots.advance(BATCH)
+            at = torch.tensor(filled([length + step for length in begun], 0))
+            rows = torch.tensor(filled(range(BATCH), 0))
+            found = module(x[rows, at][:, None], position_ids=at[:, None], cache=cache)[:BATCH, 0]
+            close(found, whole[rows, at][:BATCH], "rows that continue side by side", 1e-5)
+    return ""
 
 
 def attention_shows_its_kernel(bench: Bench) -> None:
@@ -204,6 +227,7 @@ TRIALS: Trials = {
         ("looks only back", attention_looks_only_back),
         ("keeps documents apart", attention_keeps_documents_apart),
         ("continues from its cache", attention_continues_from_its_cache),
+        ("continues rows side by side", attention_continues_rows_side_by_side),
         ("shows its kernel", attention_shows_its_kernel),
     ],
     "feed_forward": [
