@@ -160,12 +160,6 @@ class Scripted(nn.Module):
         return nn.functional.one_hot(torch.tensor([wanted]), self.vocabulary).float()
 
 
-class Stub(SimpleNamespace):
-    """Known by its identity, as a model is."""
-
-    __hash__ = object.__hash__
-
-
 def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **values: Any) -> Completion:
     tokenizer = tokenizer or ByteTokenizer()
     task = SimpleNamespace(outputs=lambda part, hidden, batch: hidden)
