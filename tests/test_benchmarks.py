@@ -184,3 +184,13 @@ def test_exchange_with_hugging_face(script: Script, tmp_path: Path) -> None:
     exchange.take_out(tmp_path / "bring_in", tmp_path / "out")
     exchange.hashed(tmp_path / "out", tmp_path)
     assert exchange.speak(tmp_path / "tiny").keys() == {"forge", "transformers"}
+
+
+def test_evaluating(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"RECORDS": 4, "TOKENS": 2, "BATCHES": (1, 3), "MODELS": {"experts": ("one process",)}}
+    evaluating = script("evaluating", **sizes)
+    table = evaluating.measured()
+    assert [*table] == ["experts, one process", "experts, lm-eval's own model on the export"]
+    assert all(row.worst <= evaluating.BOUND and not sum(row.changed.values()) for row in table.values())
+    assert "| experts, one process |" in evaluating.page(table)
