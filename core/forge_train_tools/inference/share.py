@@ -116,13 +116,13 @@ class Share:
     def _tokens(self, start: int) -> Iterator[tuple[int, Callable[[], Tokens]]]:
         if self._whole:
             for number in range(start, self.count):
-                yield number, partial(self._kept.__getitem__, number)
+                yield number, partial(self._kept.pop, number)
         else:
             for placed in self._records.read(start):
                 yield placed[0], partial(self._encoded, placed)
 
     def _encoded(self, placed: Placed) -> Tokens:
-        return self._kept.get(placed[0]) or self.encode(*placed)
+        return self._kept.pop(placed[0], None) or self.encode(*placed)
 
     def _is_mine(self, number: int) -> bool:
         """True if this rank encodes a record for the check: without windows, one that it will compute."""
