@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -211,3 +212,51 @@ def test_an_answer_ends_with_its_token_or_its_length() -> None:
     row = Answer(0, (1, 2), 1, Rule(1.0, KNOWN), frozenset({5}), seed=0)
     row.add((4, -1.0))
     assert (row.done, row.ended) == (True, False)
+
+
+@pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo"])
+def test_losses_and_gradients_are_those_of_trl(variant: str) -> None:
+    """Its `_compute_loss`, from the same log-probabilities of one micro-batch."""
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer")
+    part, hidden, batch = case(stale=(True,) * 4)
+    task = task_of(variant=variant, kl=0.2, stale=1, clip_high=0.28, tokens=10)
+    learned, reference = batch.labels != MASKED, task.job.models["reference"]
+    places = batch.labels.clamp(min=0)[..., None]
+
+    def scores(head: nn.Module, states: Tensor) -> Tensor:
+        return head(states).double()[..., :KNOWN].log_softmax(-1).gather(-1, places)[..., 0]
+
+    now, given = scores(part["head"], hidden), [hidden, part["head"].weight]
+    alone = SimpleNamespace(gather=lambda one: one, reduce=lambda one, reduction: one, num_processes=1)
+    fake = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (now, torch.zeros_like(now), None),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level="token",
+        beta=0.2,
+        loss_type=variant,
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None),
+        use_vllm=False,
+        model=SimpleNamespace(training=False),
+        max_completion_length=10,
+        accelerator=alone,
+        _entropy_bonus_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    inputs = {
+        **dict.fromkeys(("prompt_ids", "prompt_mask"), batch.inputs[:, :0]),
+        "completion_ids": batch.inputs,
+        "completion_mask": learned.long(),
+        "advantages": batch.targets[ADVANTAGE],
+        "old_per_token_logps": batch.targets[DRAWN].double(),
+        "ref_per_token_logps": scores(reference.parts[0]["head"], reference(batch.inputs)),
+        "num_items_in_batch": learned.sum(),
+    }
+    theirs = trainer.GRPOTrainer._compute_loss(fake, None, inputs)
+    mine = task.loss(part, hidden, batch) / task.weight(batch)
+    torch.testing.assert_close(mine.double(), theirs, rtol=1e-6, atol=1e-7)
+    for one, other in zip(torch.autograd.grad(mine, given), torch.autograd.grad(theirs, given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
