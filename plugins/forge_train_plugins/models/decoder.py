@@ -212,12 +212,13 @@ class Decoder(Plugin):
     def export_hf(self, job: Job) -> HFModel:
         import torch
 
-        from ._decoder import heads
+        from ._decoder import heads, own_head
         from ._decoder.huggingface import write
 
         with torch.device("meta"):
             model: Any = self.build_model(job)
         if (given := job.hooks.gives("head")) == "token_logits":
+            own_head.check(job, self.config.logit_divisor, self.config.logit_soft_cap or None)
             return write(self.config, self._vocabulary(job), model, job.config.sections)
         if given not in heads.KINDS:
             raise ConfigError(
