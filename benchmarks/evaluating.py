@@ -1,6 +1,6 @@
 """1,000 requests to a model, whatever is beside them and whoever computes them: the answers must be the same.
 
-    python benchmarks/evaluating.py   # writes benchmarks/results/evaluating.md, in a quarter of an hour on two cores
+    python benchmarks/evaluating.py   # writes benchmarks/results/evaluating.md, in twenty minutes on two busy cores
 
 500 choices are scored, 250 prompts answered by the likeliest tokens and 250 by drawn ones, from Python's standard
 library: on one process and five layouts of two, from the checkpoint of a run in batches of 1, 3, 8 and 32, and from its
