@@ -21,8 +21,7 @@ CLIP: Mapping[str, tuple[float, float]] = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 
 
 
 class GRPO(ReferencePlugin):
-    """Reinforcement learning from a checkable reward: the model answers prompts in groups, and the better answers of a
-    group become more likely.
+    """Reinforcement learning from a checkable reward: of a group of answers, the better ones become more likely.
 
     Before a step, the model that is trained answers each prompt `group` times, with its weights of that moment. An
     answer's advantage is its reward less the group's mean. The step learns it from all tokens of the answer, the one
