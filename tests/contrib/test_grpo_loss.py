@@ -15,11 +15,12 @@ from forge_train import MASKED, Batch
 from forge_train.contract.batch import TOKENS
 from forge_train_contrib._grpo.loader import ADVANTAGE, DRAWN, STALE
 from forge_train_contrib._grpo.rollouts import EPSILON, advantages, penalty
-from forge_train_contrib._grpo.rule import Answer, Rule, uniform
+from forge_train_contrib._grpo.rule import Answer, Rule
 from forge_train_contrib._grpo.task import Answers
 from forge_train_contrib.grpo import GRPO
 from forge_train_kit.metrics import Mean
 from forge_train_kit.model import Linear
+from forge_train_tools.generation.draws import uniform
 
 pytestmark = [pytest.mark.unit]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
+
+from forge_train_tools.generation.draws import uniform
 
 LOWEST = -1e30
 """The logit of an id that is no token: its probability is 0, and 0 times its logarithm is too."""
@@ -45,18 +45,6 @@ def _placed(row: Tensor, like: Tensor) -> Tensor:
     last = like.dim() - 1
     places = [Shard(0) if one.is_shard(last) else Replicate() for one in like.placements]
     return cast("Tensor", distribute_tensor(row, like.device_mesh, places, src_data_rank=None))
-
-
-def uniform(seed: int, request: int, position: int) -> float:
-    """A number from 0 up to 1 that depends on nothing but its place, so that neither batch nor layout change a draw.
-
-    Args:
-        seed: of the run.
-        request: number of the answer.
-        position: place of the token in its sequence.
-    """
-    packed = struct.pack("<3Q", seed % 2**64, request, position)
-    return float(int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
 class Answer:

@@ -6,14 +6,13 @@ import hashlib
 import struct
 
 
-def uniform(seed: int, request: int, sample: int, position: int) -> float:
+def uniform(seed: int, *place: int) -> float:
     """A number from 0 up to 1, with 53 bits.
 
     Args:
         seed: of the user.
-        request: number of the request.
-        sample: number of its sample.
-        position: place of the token in the sequence, the prompt's tokens included.
+        place: numbers of what is drawn: of the request, of its sample, and of the token in the sequence, the prompt's
+            included.
     """
-    digest = hashlib.blake2b(struct.pack("<4Q", seed, request, sample, position), digest_size=8).digest()
+    digest = hashlib.blake2b(struct.pack(f"<{1 + len(place)}Q", seed, *place), digest_size=8).digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
