@@ -38,6 +38,7 @@ MODEL = {
     "train.sequence": 32,
     "train.evaluate_every": 0,
     "adamw.lr": 3e-3,
+    "train.clip_norm": 0,  # a norm of shards is rounded otherwise, and would scale all gradients
     "adamw.eps": 1e-5,  # gradients that only rounding keeps from 0 would otherwise become whole updates
     "cosine.warmup": 5,
     "log.every": 1,
