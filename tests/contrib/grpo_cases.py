@@ -50,6 +50,10 @@ def fails(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     raise KeyError("color")
 
 
+def two(prompt: str, answer: str) -> float:
+    return 1.0
+
+
 def written(folder: Path, records: Sequence[Any] | None = None) -> str:
     """A file of prompts."""
     folder.mkdir(parents=True, exist_ok=True)

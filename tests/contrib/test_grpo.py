@@ -140,6 +140,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too few": ({"grpo.reward": "grpo_cases:few"}, r"was given 8 answers, and returned 7 rewards"),
     "an error": ({"grpo.reward": "grpo_cases:fails"}, r"grpo_cases:fails failed for the prompt at .*color"),
     "no function": ({"grpo.reward": "grpo_cases:earl"}, r"grpo_cases has no function 'earl'.*early"),
+    "two arguments": ({"grpo.reward": "grpo_cases:two"}, r"must take three arguments: prompt, answer and record"),
     "no module": ({"grpo.reward": "no_such:f"}, r"grpo.reward.*no_such can't be imported"),
     "no name": ({"grpo.reward": "some_module"}, r"'some_module' names no function"),
     "group of one": ({"grpo.group": 1}, r"grpo.group"),
@@ -167,6 +168,7 @@ def test_bad_input_is_told_in_a_sentence(run_forge: RunForge, tmp_path: Path, na
 RECORDS: dict[str, tuple[list[Any], str]] = {
     "none": ([], r"grpo.prompts: .*prompts.jsonl has no record|is empty|no data"),
     "no prompt": ([{"question": "why"}], r"line 1: no string under 'prompt'"),
+    "a system message": ([{"prompt": "why", "system": "Be brief."}], r"line 1: 'system' goes with messages; write"),
     "no answer": ([{"prompt": "why"}], r"line 1: has no text or number under 'answer'"),
     "nothing to answer": (
         [{"messages": [{"role": "assistant", "content": "Hi"}], "answer": "x"}],

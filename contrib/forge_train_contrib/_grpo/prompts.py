@@ -90,6 +90,8 @@ class Prompts:
             text = self._chat(where, record)
             ids = self._tokenizer.encode(text)
         else:
+            if beside := [name for name in ("system", "tools") if record.get(name) is not None]:
+                raise ConfigError(f"{where}: {beside[0]!r} goes with messages; write the prompt as a message too.")
             text = text_of(record, "prompt", where, f"{KEY}; or messages")
             ids = self._tokenizer.encode(text)
             ids = ids if tuple(ids[: len(begin)]) == begin else [*begin, *ids]

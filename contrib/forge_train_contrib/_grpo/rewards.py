@@ -35,6 +35,10 @@ def find(name: str) -> tuple[Callable[..., Any] | None, str]:
     if not callable(found):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         return None, f"{where} has no function {function!r}.{nearest(function, known)}"
+    try:
+        inspect.signature(found).bind("prompt", "answer", {})
+    except (TypeError, ValueError):
+        return None, f"{name} must take three arguments: prompt, answer and record, or lists of them."
     return found, ""
 
 
