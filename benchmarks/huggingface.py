@@ -115,7 +115,9 @@ def speak(model: Path) -> dict[str, float]:
 
     def forge(count: int) -> list[int]:
         completion = Completion(opened.job, opened.model, prompt, Sampling(tokens=count, temperature=0))
-        return [*completion._ids()]
+        for _ in completion:
+            pass
+        return [*completion.ids]
 
     def transformers(count: int) -> list[int]:
         with torch.no_grad():

@@ -22,7 +22,7 @@ COMMANDS = {
     "checkpoint": (".checkpoint:checkpoint", "Look at checkpoints; exchange weights with Hugging Face."),
     "generate": (".generate:generate", "Continue texts with a trained model."),
     "chat": (".chat:chat", "Chat with a trained model."),
-    "eval": (".evaluate:evaluate", "Evaluate a trained model as its run does."),
+    "eval": (".evaluate:evaluate", "Evaluate a trained model as its run does, or on tasks."),
     "infer": (".infer:infer", "Write what a trained model gives for each record of a data set."),
     "runs": (".runs:runs", "Look at past runs, and compare them."),
     "debug": (".debug:debug", "Look into a run."),

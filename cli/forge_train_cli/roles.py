@@ -50,6 +50,7 @@ HOOKS = {
     "prepare_batch": "data",
     "task": "task",
     "loss": "task",
+    "intervene": "model",
     "around": "observer",
 }
 """Hook → the role of a plugin that implements it and is in none of the folders above; with `on_…` alone it observes."""

@@ -111,7 +111,7 @@ def test_plugins_are_told_once_it_is_whole_and_in_the_order_of_checkpoints(tmp_p
     assert run.plugin("looks").seen == kinds
 
 
-@pytest.mark.parametrize("at", ["seal", "_commit", "write"])
+@pytest.mark.parametrize("at", ["seal", "_publish", "write"])
 def test_a_disk_that_refuses_ends_the_run_at_a_later_step_with_the_usual_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:

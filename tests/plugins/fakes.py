@@ -63,6 +63,9 @@ class Hooks:
     def kernel_needs(self, config: object) -> list[tuple[str, KernelCapabilities]]:
         return []
 
+    def intervene(self, model: Any) -> list[tuple[str, Any]]:
+        return []
+
     def feed_forward(self, layer: Layer) -> FeedForward:
         return self.swiglu.feed_forward(layer, self._job)  # type: ignore[no-any-return]
 

@@ -62,6 +62,11 @@ class Completion:
         return self._row.ids[: self._row.prompt]
 
     @property
+    def ids(self) -> Sequence[int]:
+        """The generated tokens so far, the document's end included."""
+        return self._row.ids[self._row.prompt :]
+
+    @property
     def text(self) -> str:
         return self._row.text
 

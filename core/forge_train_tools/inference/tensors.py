@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge_train.base.errors import ConfigError
+from forge_train.base.strict_json import dumps
 
 from .columns import array_value, blocks, flushed, packed
 
@@ -62,7 +62,7 @@ class Tensors:
             size = count * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             header[name] = {"dtype": label, "shape": [count, *shape], "data_offsets": [end, end + size]}
             begins[name], end = end, end + size
-        text = json.dumps(header).encode()
+        text = dumps(header).encode()
         text += b" " * (-len(text) % 8)
         out = file.with_name("whole.safetensors")
         with out.open("wb") as data:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 
 class Steer(Plugin):
-    """Adds vectors to activations, and zeroes heads, wherever a trained model is asked: in evaluations, `forge infer`,
-    `forge generate` and `forge debug look`, on any layout. Training computes without it.
+    """Adds vectors to activations, and zeroes heads, wherever a trained model is asked.
+
+    That is in evaluations, `forge infer`, `forge generate` and `forge debug look`, on any layout. Training computes
+    without it.
 
     A vector, such as the difference of two means that `capture` wrote, is added at each position of a module's output
     (arXiv:2308.10248, arXiv:2312.06681). A zeroed head writes nothing into the residual stream.
