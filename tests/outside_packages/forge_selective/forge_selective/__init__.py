@@ -1,0 +1,1 @@
+"""How well does a model know what it does not know?"""
