@@ -320,6 +320,21 @@ def test_a_slot_that_breaks_its_protocol_fails(plugin: type[Plugin], broken: set
     assert failed(check(plugin, folder=tmp_path)) == broken
 
 
+def test_a_loss_that_needs_a_head_of_its_own_is_told_so(tmp_path: Path) -> None:
+    class Demanding(Plugin):
+        """A loss that asks more of the head than hidden states."""
+
+        api = (1, 0)
+
+        @hookimpl
+        def loss(self, job: Job) -> Any:
+            return lambda hidden, head, labels: head(hidden, each=True).float().sum()
+
+    found = {one.name: one for one in check(Demanding, folder=tmp_path).checks}
+    said = "it calls `head(hidden, each=…)`; a head that gives token_logits takes hidden states alone"
+    assert found["loss: is a sum over tokens"].detail == said
+
+
 def test_options_of_pluggys_own_marker_are_refused(tmp_path: Path) -> None:
     class Pushing(Plugin):
         """Wants to be first, which changes nothing."""

@@ -97,6 +97,10 @@ def test_its_module_is_imported_only_for_a_plugin_that_states_its_facts(tmp_path
         ('"billing.costs": 1.0', r"is declared by no installed tool\. Did you mean 'billing\.cost'\?"),
         ('"biling.cost": 1.0', r"is declared by no installed tool\. Did you mean 'billing\.cost'\?"),
         ('"plan.per_units": True', r"is declared by no installed tool\. Did you mean 'plan\.per_unit'\?"),
+        (
+            '"zzz.qqq": True',
+            r"is declared by no installed tool\. Install the package that declares it, or remove the fact\.",
+        ),
         ('"billing.cost": "much"', r"must be float, found 'much'\."),
         ('"billing.cost": True', r"must be float, found True\."),
         ('"memory.saves": "activations"', r"must be tuple\[str, \.\.\.\], found 'activations'\."),

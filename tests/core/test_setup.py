@@ -427,10 +427,14 @@ def test_misspelt_hooks_are_told_with_the_nearest(here: Installed) -> None:
         @hookimpl
         def optimiser(self, model: Any, job: Any) -> None: ...
 
+        @hookimpl
+        def zzz(self) -> None: ...
+
     here.add(Typo)
     assert re.sub(r"[^ (]+test_setup.py:\d+", "…", refused("typo")).splitlines() == [
         "Plugin 'typo' (under-test 0) implements unknown hook 'on_stepp' (…). Did you mean 'on_step'?",
         "Plugin 'typo' (under-test 0) implements unknown hook 'optimiser' (…). Did you mean 'optimizer'?",
+        "Plugin 'typo' (under-test 0) implements unknown hook 'zzz' (…). If another package declares it, install it.",
     ]
 
 

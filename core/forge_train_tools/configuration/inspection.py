@@ -51,8 +51,10 @@ def unknown(enabled: EnabledPlugin, specs: Specs) -> list[str]:
         return [f"Plugin {label} implements no hook: {where} has no method marked with @hookimpl.{_alike(cls, specs)}"]
     own = enabled.ref.distribution == DISTRIBUTION and not enabled.ref.module.startswith(CONTRIB)
     stale = " Forge's metadata is older than its code: install it again with `pip install -e .`." if own else ""
+    missing = " If another package declares it, install it."
     return [
-        f"Plugin {label} implements unknown hook {name!r} ({place(getattr(cls, name))}).{stale or nearest(name, specs)}"
+        f"Plugin {label} implements unknown hook {name!r} ({place(getattr(cls, name))})."
+        f"{stale or nearest(name, specs) or missing}"
         for name in sorted(implemented(cls) - specs.keys())
     ]
 

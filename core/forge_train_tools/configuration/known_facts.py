@@ -81,7 +81,8 @@ class Facts:
         if fact is None:
             if self._tools.get(tool) == {}:
                 return ""
-            return f" is declared by no installed tool.{nearest(name, [*own, *self.all()])}"
+            hint = nearest(name, [*own, *self.all()]) or " Install the package that declares it, or remove the fact."
+            return f" is declared by no installed tool.{hint}"
         if not fact.fits(value):
             return f" must be {fact.described}, found {value!r}."
         source = Source(enabled.ref)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from forge_train.base.names import lazy_names
 
 if TYPE_CHECKING:
+    from .bench import Bench as Bench
     from .conformance import Check as Check
     from .conformance import Report as Report
     from .conformance import assert_conforms as assert_conforms
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _WHERE, __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "bench": "Bench",
         "conformance": "Check Report assert_conforms check",
         "environment": "Installed installed",
         "metrics": "check_metric",

@@ -35,7 +35,7 @@ TOKENS, LABELS = kit.head.gives, SPECS["task"].gives
 
 
 class Bench:
-    """The tiny job of a plugin under test. Whatever it gives is made anew, and is the same every time."""
+    """The tiny `job` of a plugin under test. Whatever it gives is made anew, and is the same every time."""
 
     def __init__(self, setup: Setup, enabled: EnabledPlugin, folder: Path) -> None:
         self.setup, self.enabled = setup, enabled
@@ -137,14 +137,16 @@ class _Pretended(DistributedContext):
 
 
 class OpaqueHead(nn.Module):
-    """A head whose weights are out of reach, as a sharded one's are. Counts its calls."""
+    """A head of hidden states alone, whose weights are out of reach, as a sharded one's are. Counts its calls."""
 
     def __init__(self, dim: int, vocabulary: int) -> None:
         super().__init__()
         self.inner = nn.Linear(dim, vocabulary)
         self.calls = 0
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *more: object, **options: object) -> Tensor:
+        given = ", ".join([*("…" for _ in more), *(f"{name}=…" for name in options)])
+        require(not given, f"it calls `head(hidden, {given})`; a head that gives {TOKENS} takes hidden states alone")
         self.calls += 1
         logits: Tensor = self.inner(hidden)
         return logits

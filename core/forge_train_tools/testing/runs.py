@@ -111,8 +111,8 @@ def run_forge(
 ) -> TinyRun:
     """Train something tiny, in this process and within about a second once torch is loaded.
 
-    The preset `tiny`: a decoder of 20 thousand weights, 4 sequences of 32 bytes a step in two micro-batches, every
-    step logged, without the plugins that only watch.
+    The preset `tiny`, which exists here only: a decoder of 20 thousand weights, 4 sequences of 32 bytes a step in two
+    micro-batches, every step logged, without the plugins that only watch.
 
     Args:
         plugins: names, or classes, which need not be installed.
