@@ -35,7 +35,7 @@ def verify(request: Request, nproc: int | None, steps: int, against: str | None,
     """Take a few steps of CONFIG, at the peak of its learning rate, on one process and on N, from the same weights and
     data, and compare losses, gradients, updates by the optimizer, an evaluation, replicas, batches and
     checkpoints. The exit code is 0 if they agree, and 1 if they do not or if a tie leaves
-    it open. Nothing is left behind.
+    it open. Nothing is left behind but the log of a side that failed.
 
     \b
     forge verify --nproc 2                       the default layout of 2 processes

@@ -4,6 +4,7 @@ measure of what a model does not know, whose hook the committee answers."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 import forge_cli
+import pages
 from forge_cli import Ended
 from forge_train.run import records
-from packages import install
+from packages import install, package
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e]
 
@@ -147,3 +149,16 @@ def test_the_hook_of_one_package_is_answered_by_the_other(whole: str) -> None:
 
 def test_a_command_reads_the_fact_of_plugins_that_are_not_imported() -> None:
     assert forge("votes").out.split() == ["log_vote", "log", "mean_vote", "linear"]
+
+
+def test_the_axis_of_the_page_that_divides_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (pages.HOW_TO / "add-an-axis.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r'```python title="voters/(\w+\.py)"\n(.*?)```', page, re.DOTALL))
+    points = {"plugins": {"voters": "voters.plugin:Voters"}, "axes": {"voters": "voters.axes:VOTERS"}}
+    package(tmp_path, "voters", files, points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    (report,) = forge("plugins", "check", "voters", "--json").json["plugins"]
+    status = {check["name"]: check["status"] for check in report["checks"]}
+    assert "fail" not in status.values()
+    assert status["agrees with one process (voters = 2)"] == "ok"
