@@ -166,6 +166,8 @@ def _show_differences(found: EvaluatedTasks) -> None:
         screen.heading("Paired, by record")
         screen.table(("task", "metric", "before", "now", "difference", "± error", "p"), rows, right=range(2, 7))
     if other := [name for name, table in (found.differences or {}).items() if not table]:
-        screen.line(f"  Not compared, because the questions differ: {', '.join(other)}.", "yellow")
+        screen.line(
+            f"  Not compared, because the questions, right answers or checks differ: {', '.join(other)}.", "yellow"
+        )
     if absent := [name for name in found.tasks if name not in (found.differences or {})]:
         screen.line(f"  Not compared, because there is no result: {', '.join(absent)}.", "yellow")

@@ -227,7 +227,7 @@ def test_results_are_in_the_run_and_runs_are_compared(tmp_path: Path, monkeypatc
     assert "p = " in shown
     assert "bits_per_byte" in forge("runs", "show", "first").out
     other = forge("eval", "runs/second", "--task", "tasks.toml", "--limit", 2, "--against", "runs/first")
-    assert "the questions differ: modules, prose, words" in other.out
+    assert "the questions, right answers or checks differ: modules, prose, words" in other.out
 
 
 def test_right_and_wrong_are_compared_as_mcnemar_does() -> None:

@@ -165,6 +165,30 @@ def test_answers_end_before_their_stop_text(desk: Path, monkeypatch: pytest.Monk
     assert not any("e" in text or "\n" in text for text in texts)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        ("doc_to_target: one", "doc_to_target: two"),
+        ("metric: exact_match", "metric: exact_match, ignore_case: true"),
+        (
+            "metric_list:",
+            "filter_list: [{name: none, filter: [{function: lowercase}, {function: take_first}]}]\nmetric_list:",
+        ),
+    ],
+)
+def test_results_that_were_measured_otherwise_are_not_compared(
+    desk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str
+) -> None:
+    monkeypatch.chdir(desk)
+    file = tmp_path / "written.yaml"
+    file.write_text((desk / "written.yaml").read_text().replace(old, new), encoding="utf-8")
+    environment = {"FORGE_SET": "run.device=cpu", "HF_DATASETS_CACHE": str(desk / "cache")}
+    ended = forge("eval", "exported", "--task", file, "--against", "run", "--json", environment=environment)
+    assert ended.code == 0, ended.err
+    assert [*ended.json["differences"]["written"]] == ([] if new else ["exact_match"])
+
+
 def test_what_can_not_be_had_is_told_before_anything_is_computed(
     desk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 from forge_train.base.errors import ConfigError, describe, nearest
@@ -37,6 +39,19 @@ def normal(text: str) -> str:
 OWN: Mapping[str, Check] = {"exact": _exact, "normalised": _normalised, "regex": _regex}
 
 
+def is_empty(name: str, right: str) -> bool:
+    """True if nothing is left of a right answer to one of our own checks, so that an empty answer would be right."""
+    return not (right if name == "regex" else normal(right) if name == "normalised" else right.strip())
+
+
+def text(name: str, check: Check) -> str:
+    """A check as text: its name, or a function's source if there is one."""
+    try:
+        return name if name in OWN else inspect.getsource(check)
+    except (OSError, TypeError):
+        return name
+
+
 def find(name: str, where: str) -> Check:
     """A check by its name, or a function by `package.module:function` or `file.py:function`.
 
@@ -63,6 +78,7 @@ def find(name: str, where: str) -> Check:
     if not callable(function):
         raise ConfigError(f"{where}: {name!r} is no function.")
 
+    @wraps(function)
     def check(answer: str, right: Sequence[str], record: Mapping[str, Any]) -> float:
         try:
             found = function(answer, dict(record))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -75,7 +76,11 @@ class Harness:
             samples = found["samples"].get(name, [])
             metrics = {_title(key): _metric(key, table, samples) for key in table if _is_metric(key, table)}
             if metrics:
-                made = (_digest(samples), _records(table, samples), int(found["n-shot"].get(name) or 0))
+                made = (
+                    _digest(self._loaded["tasks"].get(name), samples),
+                    _records(table, samples),
+                    int(found["n-shot"].get(name) or 0),
+                )
                 yield TaskResult(name, "lm-eval", *made, model.cut[name], metrics), [*map(_plain, samples)]
 
 
@@ -206,9 +211,22 @@ def _records(table: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> 
     return len({one["doc_id"] for one in samples}) or int(table.get("sample_len") or 0)
 
 
-def _digest(samples: Sequence[Mapping[str, Any]]) -> str:
-    text = json.dumps([one["arguments"] for one in samples], ensure_ascii=False, default=str)
+def _digest(task: Any, samples: Sequence[Mapping[str, Any]]) -> str:
+    """Of what was asked and what the answers are measured by; a group has neither a task nor samples."""
+    asked = [[one[name] for name in ("arguments", "doc_hash", "target", "filter", "metrics")] for one in samples]
+    names = ("doc_to_target", "process_results", "filter_list", "metric_list") if task is not None else ()
+    text = json.dumps([asked, [task.get_config(name) for name in names]], ensure_ascii=False, default=_source)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _source(value: Any) -> str:
+    """A function as its text, which does not depend on where in memory it is; anything else as text."""
+    if not callable(value):
+        return str(value)
+    try:
+        return inspect.getsource(value)
+    except (OSError, TypeError):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _plain(sample: Mapping[str, Any]) -> Sample:

@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 from forge_train.base.errors import ConfigError
@@ -45,6 +46,8 @@ class LocalTask(Protocol):
 
     file: TaskFile
     questions: Questions
+    measure: Any
+    """The measure of answers, as JSON: results that were measured otherwise are not compared."""
 
     def result(self, answers: Answers) -> tuple[dict[str, Metric], list[Sample]]:
         """The metrics, and a sample for each record."""
@@ -65,16 +68,20 @@ def prepare(file: TaskFile) -> LocalTask:
 def summary(task: LocalTask, metrics: Mapping[str, Metric], answers: Answers) -> TaskResult:
     """The result of a task, from its metrics."""
     file, asked = task.file, task.questions
-    text = json.dumps([asked.pairs, asked.texts, [vars(one) for one in asked.prompts]], ensure_ascii=False)
+    whole = [asked.pairs, asked.texts, [vars(one) for one in asked.prompts], task.measure]
+    text = json.dumps(whole, ensure_ascii=False, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     cut = sum(bool(one.cut) for one in answers.pairs) + sum(bool(one.cut) for one in answers.prompts)
-    return TaskResult(file.name, file.section.kind, digest, len(file.records), len(file.shots), cut, metrics)
+    return TaskResult(
+        file.name, file.section.kind, digest, len(file.records), getattr(file.section, "shots", 0), cut, metrics
+    )
 
 
 @dataclass
 class _Perplexity:
     file: TaskFile
     questions: Questions = field(init=False)
+    measure: Any = None
 
     def __post_init__(self) -> None:
         self._texts = [text_of(self.file.section.field, record) for record in self.file.records]
@@ -103,15 +110,16 @@ class _Perplexity:
 class _Choice:
     file: TaskFile
     questions: Questions = field(init=False)
+    measure: Any = field(init=False)
 
     def __post_init__(self) -> None:
         made: Choice = self.file.section
-        before = _examples(self.file, lambda record: _right_text(self.file, record))
         self._choices = [_choices(self.file, record) for record in self.file.records]
         self._right = [
             _right(made, record, choices) for record, choices in zip(self.file.records, self._choices, strict=True)
         ]
-        self._prompts = [before + filled(made.prompt, one, self.file.where) for one in self.file.records]
+        self.measure = [self._choices, self._right]
+        self._prompts = _prompts(self.file, lambda record: _right_text(self.file, record))
         self.questions = Questions(
             pairs=[
                 (prompt, made.delimiter + choice)
@@ -140,17 +148,19 @@ class _Choice:
 class _Generate:
     file: TaskFile
     questions: Questions = field(init=False)
+    measure: Any = field(init=False)
 
     def __post_init__(self) -> None:
         made: Generate = self.file.section
         self._check = checks.find(made.check, f"{self.file.where}: {self.file.name}.check")
         own = made.check in checks.OWN
-        before = _examples(self.file, lambda record: _answers(made, record)[0])
         there = [own or made.answer in record[1] for record in self.file.records]
         self._right = [
             _answers(made, one) if known else [] for one, known in zip(self.file.records, there, strict=True)
         ]
-        self._prompts = [before + filled(made.prompt, one, self.file.where) for one in self.file.records]
+        measured = self._right if own else [fields for _, fields in self.file.records]
+        self.measure = [measured, checks.text(made.check, self._check), made.extract, made.k]
+        self._prompts = _prompts(self.file, lambda record: _answers(made, record)[0])
         how = {name: getattr(made, name) for name in ("tokens", "stop", "temperature", "top_p", "top_k", "seed")}
         self.questions = Questions(
             prompts=[
@@ -184,14 +194,26 @@ def pass_at(k: int, marks: Sequence[float]) -> float:
     return 1.0 - math.comb(len(marks) - right, k) / math.comb(len(marks), k)
 
 
-def _examples(file: TaskFile, answer: Any) -> str:
-    """The prefix and the examples that precede each prompt."""
+def _prompts(file: TaskFile, answer: Callable[[Record], str]) -> list[str]:
+    """The prompt of each record, after the prefix and the examples, of which the record itself is none."""
     made = file.section
-    shots = (
-        f"{filled(made.prompt, one, file.where)}{made.delimiter}{answer(one)}{made.separator}" for one in file.shots
-    )
-    before: str = made.prefix + "".join(shots)
-    return before
+
+    @cache
+    def example(at: int) -> str:
+        one = file.shots[at]
+        return f"{filled(made.prompt, one, file.where)}{made.delimiter}{answer(one)}{made.separator}"
+
+    prompts = []
+    for place, fields in file.records:
+        others = [at for at, (_, other) in enumerate(file.shots) if other != fields][: made.shots]
+        if len(others) < made.shots:
+            raise ConfigError(
+                f"{place}: {file.name}.shots: without this record, the first {len(file.shots)} of {made.shots_data} "
+                f"are fewer than {made.shots}; ask for fewer, or take examples of another file."
+            )
+        before = made.prefix + "".join(map(example, others))
+        prompts.append(before + filled(made.prompt, (place, fields), file.where))
+    return prompts
 
 
 def _likeliest(found: Sequence[float], sizes: Sequence[int]) -> int:
@@ -235,7 +257,16 @@ def _right_text(file: TaskFile, record: Record) -> str:
 
 def _answers(made: Generate, record: Record) -> list[str]:
     value = value_of(made.answer, record)
-    found = [str(one) for one in (value if isinstance(value, list) else [value]) if isinstance(one, (str, int, float))]
+    values = value if isinstance(value, list) else [value]
+    for one in values if made.check in checks.OWN else ():
+        if isinstance(one, bool) or not isinstance(one, (str, int, float)):
+            raise ConfigError(f"{record[0]}: {made.answer!r}: expected a text or a number, found {one!r}.")
+        if checks.is_empty(made.check, str(one)):
+            raise ConfigError(
+                f"{record[0]}: {made.answer!r}: to check = {made.check!r} the right answer {one!r} is empty, as is an "
+                "answer that is not there; give another."
+            )
+    found = [str(one) for one in values if isinstance(one, (str, int, float))]
     if not found:
         raise ConfigError(f"{record[0]}: {made.answer!r}: there is no right answer.")
     if made.check == "regex":

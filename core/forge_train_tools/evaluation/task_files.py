@@ -119,7 +119,7 @@ class TaskFile:
         where: of messages.
         section: what it says.
         records: all, or as many as were asked for.
-        shots: the records of its examples.
+        shots: the records of its examples, and one more if there is one: a record is no example of itself.
     """
 
     name: str
@@ -149,19 +149,24 @@ def open_file(path: Path, limit: int) -> list[TaskFile]:
 
 def _bare(path: Path, limit: int) -> TaskFile:
     records = _records(str(path), "--task", limit)
-    fields = records[0][1].keys()
-    if "choices" in fields:
-        made: Section = Choice(kind="choice", data=str(path))
-    elif "answer" in fields:
-        made = Generate(kind="generate", data=str(path))
-    elif "text" in fields:
-        made = Perplexity(kind="perplexity", data=str(path))
-    else:
-        raise ConfigError(
-            f"{records[0][0]}: a record has a text, or a prompt with an answer, or these two and choices; its fields "
-            f"are {', '.join(map(repr, fields)) or 'none'}. A TOML file can name others."
-        )
-    return TaskFile(path.name.partition(".")[0], str(path), made, records)
+    kind = _kind(records[0])
+    for record in records:
+        if (other := _kind(record)) != kind:
+            raise ConfigError(
+                f"{record[0]}: a record of kind {other} after one of kind {kind}; write a file for each kind."
+            )
+    return TaskFile(path.name.partition(".")[0], str(path), KINDS[kind](kind=kind, data=str(path)), records)
+
+
+def _kind(record: Record) -> str:
+    where, fields = record
+    for field, kind in (("choices", "choice"), ("answer", "generate"), ("text", "perplexity")):
+        if field in fields:
+            return kind
+    raise ConfigError(
+        f"{where}: a record has a text, or a prompt with an answer, or these two and choices; its fields are "
+        f"{', '.join(map(repr, fields)) or 'none'}. A TOML file can name others."
+    )
 
 
 def _opened(path: Path, name: str, table: Any, line: Any, limit: int) -> TaskFile:
@@ -182,8 +187,9 @@ def _opened(path: Path, name: str, table: Any, line: Any, limit: int) -> TaskFil
     mistakes += _wrong(made, name, where) if made is not None else []
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    shots = _records(made.shots_data, f"{where}: {name}.shots_data", made.shots) if getattr(made, "shots", 0) else []
-    if shots and len(shots) < made.shots:
+    examples = getattr(made, "shots", 0)
+    shots = _records(made.shots_data, f"{where}: {name}.shots_data", examples + 1) if examples else []
+    if len(shots) < examples:
         raise ConfigError(
             f"{where}: {name}.shots: {made.shots_data} has {len(shots)} records, fewer than {made.shots}."
         )
