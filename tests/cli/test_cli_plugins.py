@@ -79,8 +79,8 @@ def test_list(forge: Forge, distribution: Distribution) -> None:
     groups = re.split(r"^(?=[a-z])", text, flags=re.MULTILINE)
     (observers,) = (group.partition("\n\n")[0] for group in groups if group.startswith("observer\n"))
     assert re.findall(r"^([* ]) (\w+)", observers, re.MULTILINE) == [
-        (" ", "aim"), ("*", "console"), (" ", "csv"), (" ", "ema"), ("*", "mfu"), (" ", "mlflow"),
-        (" ", "profile"), (" ", "resources"), (" ", "sample"),
+        (" ", "aim"), (" ", "capture"), ("*", "console"), (" ", "csv"), (" ", "ema"), (" ", "lm_eval"), ("*", "mfu"),
+        (" ", "mlflow"), (" ", "profile"), (" ", "resources"), (" ", "sample"),
         (" ", "statistics"), ("*", "tensorboard"), (" ", "trackio"), (" ", "wandb"), (" ", "the_irs"),
     ]  # fmt: skip
 
