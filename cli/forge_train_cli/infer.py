@@ -13,6 +13,7 @@ from forge_train_kit.format import format_plural
 
 from . import screen
 from .options import json_option, names_of, nproc_option, plugins_option, set_option
+from .sampling import template_option
 
 if TYPE_CHECKING:
     from forge_train_tools.inference.infer import Inferred
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     help="Refuse records that are longer than what the model reads at once, cut them on their left, or read texts in "
     "windows.",
 )
+@template_option
 @click.option("--batch", default=8, metavar="N", help="Records that pass through the model together (8).")
 @plugins_option
 @set_option

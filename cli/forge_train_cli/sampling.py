@@ -14,6 +14,14 @@ from forge_train.base.errors import ConfigError
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+template_option = click.option(
+    "--template",
+    default="",
+    metavar="NAME|FILE",
+    help="Another chat template than the model's: chatml, llama3, plain or a file.",
+)
+
+
 def sampling_options(tokens: int) -> Callable[[_F], _F]:
     """Add the fields of `Sampling`, drafts left out; and --adapter and --template.
 
@@ -32,12 +40,7 @@ def sampling_options(tokens: int) -> Callable[[_F], _F]:
 def _options(tokens: int) -> list[Callable[[_F], _F]]:
     """The last comes first in the help."""
     return [
-        click.option(
-            "--template",
-            default="",
-            metavar="NAME|FILE",
-            help="Another chat template than the model's: chatml, llama3, plain or a file.",
-        ),
+        template_option,
         click.option(
             "--adapter",
             multiple=True,

@@ -220,7 +220,7 @@ def infer(
         plugins: plugins to enable too.
         set: values to override, as in `train`.
         nproc: local processes to use, including this one.
-        options: `field`, `long` and `batch`, as in `forge infer`.
+        options: `field`, `long`, `template` and `batch`, as in `forge infer`.
 
     Raises:
         ConfigError: for a path, a record, an output or a file that can't be, before anything is computed.

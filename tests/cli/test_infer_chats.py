@@ -130,6 +130,73 @@ def test_another_template_is_another_question(tmp_path: Path, monkeypatch: pytes
     assert "was begun with another chat template" in said
 
 
+NULLS = dict.fromkeys(("text", "prompt", "completion", "messages", "conversations"))
+
+
+def test_a_field_that_is_null_is_absent(tmp_path: Path) -> None:
+    """Tables have every column in every row; an empty cell of CSV is no list either."""
+    records = (
+        {"text": "say one"},
+        {"prompt": "say", "completion": " one"},
+        {"messages": [USER, ANSWER]},
+        {"prompt": [USER], "completion": [ANSWER]},
+    )
+    found = infer(tmp_path, *records)
+    assert infer(tmp_path, *(NULLS | one for one in records)) == found
+    (tmp_path / "chats.csv").write_text("text,messages\nsay one,\n", encoding="utf-8")
+    assert forge("infer", "hf", "--data", tmp_path / "chats.csv", "--out", tmp_path / "csv.jsonl").code == 0
+    assert json.loads((tmp_path / "csv.jsonl").read_text(encoding="utf-8")) == found[0]
+    assert "expected a text under 'text' (--field); the fields are none." in refusal(tmp_path, NULLS)
+    there = "expected a text under 'completion' (--field); the fields are 'prompt'."
+    assert there in refusal(tmp_path, NULLS | {"prompt": "say"})
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"prompt": "say", "completion": " one"}, "has 'text' and 'prompt', of which one is read"),
+        ({"prompt": "say"}, "has 'text' and 'prompt', of which one is read"),
+        ({"messages": [USER, ANSWER]}, "has 'text' and 'messages', of which one is read"),
+        ({"prompt": [USER], "completion": [ANSWER]}, "has 'text' and 'prompt', of which one is read"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--outputs", "hidden")])
+def test_what_would_stay_unread_is_refused(
+    tmp_path: Path, others: dict[str, Any], said: str, more: tuple[str, ...]
+) -> None:
+    text = {"text": "say one"}
+    found = refusal(tmp_path, text, text | others, more=more)
+    assert "bad.jsonl, line 2: " + said in found
+    assert "read 'text' alone with --field text, or leave out the others." in found
+    assert infer(tmp_path, text | others, more=(*more, "--field", "text")) == infer(tmp_path, text, more=more)
+    both = refusal(tmp_path, {"messages": [USER, ANSWER], "prompt": "say", "completion": " one"}, more=more)
+    assert "has 'messages' and 'prompt', of which one is read; leave out the others." in both
+
+
+def test_a_template_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forge_train_tools.inference.output_file import OutputFile
+
+    chat, own = {"messages": [USER, ANSWER]}, Path("hf/chat_template.jinja")
+    (usual,) = infer(tmp_path, chat)
+    shutil.copytree("hf", tmp_path / "bare", ignore=shutil.ignore_patterns(own.name))
+    assert "--template: a record is a chat, but" in refusal(tmp_path, chat, model=tmp_path / "bare")
+    data, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
+    out.unlink()
+    asked = ("infer", tmp_path / "bare", "--data", data, "--out", out, "--template")
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFile, "finish", lambda self: None)
+        assert forge(*asked, own).code == 0
+    assert "was begun with another chat template" in one_message(forge(*asked, "plain"), 2)
+    ended = forge(*asked, own)
+    assert ended.code == 0, ended.err
+    assert json.loads(out.read_text(encoding="utf-8")) == usual
+    (plain,) = infer(tmp_path, chat, more=("--template", "plain"))
+    assert plain["log_likelihood"] != usual["log_likelihood"]
+    assert "--template: no chat template 'plane'" in refusal(tmp_path, chat, more=("--template", "plane"))
+    unused = "--template: no record is read as a chat; leave it out."
+    assert unused in refusal(tmp_path, {"text": "say one"}, more=("--template", "plain"))
+
+
 def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no turn of the assistant" in refusal(tmp_path, {"messages": [USER]})
     assert "role is 'robot'" in refusal(tmp_path, {"messages": [{"role": "robot", "content": "x"}]})
@@ -139,3 +206,6 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert forge("train", "mine.toml", "--name", "bytes", "--quiet").code == 0
     said = refusal(tmp_path, {"messages": [USER, ANSWER]}, model="runs/bytes")
     assert "a record is a chat, but this model came without a tokenizer's folder" in said
+    heads_data.write(tmp_path / "chats.jsonl", [{"messages": [USER, ANSWER]}])
+    ended = forge("infer", "runs/bytes", "--data", "chats.jsonl", "--out", "plain.jsonl", "--template", "plain")
+    assert ended.code == 0, ended.err

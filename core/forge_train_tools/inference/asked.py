@@ -19,6 +19,7 @@ class InferenceOptions(TypedDict, total=False):
 
     field: str
     long: Long
+    template: str
     batch: int
 
 
@@ -33,6 +34,7 @@ class Inference:
         outputs: names; empty for what fits the head.
         field: of records that holds the text; empty for `text`, or `prompt` and `completion`.
         long: treatment of records that are longer than what the model reads at once.
+        template: for chats, another than the model's: `chatml`, `llama3`, `plain` or a file.
         batch: records of a micro-batch.
         plugins: to enable too; so is `set`, values to override.
     """
@@ -43,6 +45,7 @@ class Inference:
     outputs: tuple[str, ...] = ()
     field: str = ""
     long: Long = "refuse"
+    template: str = ""
     batch: int = 8
     plugins: tuple[str, ...] = ()
     set: tuple[str, ...] = ()

@@ -28,13 +28,13 @@ from forge_train_kit.data.chats.records import check_beside, messages_of, with_s
 from forge_train_kit.data.formats import utf8
 from forge_train_kit.data.prepare.encoding import TODAY
 
-_FIELDS = ("messages", "conversations")
+FIELDS = ("messages", "conversations")
 _OF_TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def is_chat(record: Mapping[str, Any]) -> bool:
     """True if a record holds messages."""
-    return any(record.get(name) is not None for name in _FIELDS) or isinstance(record.get("prompt"), list)
+    return any(record.get(name) is not None for name in FIELDS) or isinstance(record.get("prompt"), list)
 
 
 class Chats:
@@ -43,16 +43,26 @@ class Chats:
     Args:
         job: with the model's tokenizer.
         path: a checkpoint or a folder, which may hold the tokenizer's files.
+        choice: another template than the model's: `chatml`, `llama3`, `plain` or a file.
     """
 
-    def __init__(self, job: Job, path: Path) -> None:
-        self._job = job
+    def __init__(self, job: Job, path: Path, choice: str = "") -> None:
+        self._job, self._choice = job, choice
+        self.used = False
+        """True if a chat was rendered."""
         self._files = model_files.of(job.config, job.hooks, path)
 
     @property
     def digest(self) -> str:
-        """Of all that decides how a chat is written."""
+        """Of all that decides how a chat is written.
+
+        Raises:
+            ConfigError: the template that was chosen can't be.
+        """
         found = hashlib.sha256()
+        if self._choice:
+            chosen = (sorted(self._template.sources.items()), sorted(self._template.variables.items()))
+            found.update(repr(chosen).encode())
         for name, file in sorted(self._files.items()):
             if name in _OF_TEMPLATES or Path(name).match(model_files.TEMPLATES):
                 found.update(name.encode() + file.read_bytes())
@@ -71,6 +81,7 @@ class Chats:
         Raises:
             ConfigError: the record is no chat, or the template can't write it.
         """
+        self.used = True
         if scored:
             found = conversation(record, where)
             segments = render(self._template, found)
@@ -87,15 +98,17 @@ class Chats:
 
     @cached_property
     def _template(self) -> Template:
-        if not (name := model_files.vocabulary_of(self._files)):
+        name = model_files.vocabulary_of(self._files)
+        if not name and not self._choice:
             raise ConfigError(
-                "--data: a record is a chat, but this model came without a tokenizer's folder, so it has no chat "
-                "template. Write the chats as texts."
+                "--template: a record is a chat, but this model came without a tokenizer's folder, so it has no chat "
+                "template; choose one, or write the chats as texts."
             )
         try:
-            return open_template("", self._files[name].parent, now=TODAY)
+            return open_template(self._choice, self._files[name].parent if name else None, now=TODAY)
         except ConfigError as error:
-            raise ConfigError(f"--data: a record is a chat, but {error}") from error
+            chat = "" if self._choice else "a record is a chat, but "
+            raise ConfigError(f"--template: {chat}{error}") from error
 
     @cached_property
     def _ends(self) -> frozenset[int]:
@@ -113,7 +126,7 @@ class Chats:
 def _unscored(record: Mapping[str, Any], where: str) -> Conversation:
     """Messages that need none of the assistant."""
     fields = {name: value for name, value in record.items() if value is not None}
-    name = next((name for name in _FIELDS if name in fields), "")
+    name = next((name for name in FIELDS if name in fields), "")
     if not name:
         return conversation(record, where)
     check_beside(fields, where)

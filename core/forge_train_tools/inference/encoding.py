@@ -14,9 +14,9 @@ from forge_train_kit.data.encoders import OffsetEncoder
 from forge_train_kit.data.formats import utf8
 from forge_train_kit.tokenizer import Tokenizer
 
-from .chats import Chats, is_chat
+from .chats import FIELDS, Chats, is_chat
 
-PROMPT, COMPLETION, ID = "prompt", "completion", "id"
+TEXT, PROMPT, COMPLETION, ID = "text", "prompt", "completion", "id"
 Long = Literal["refuse", "left", "windows"]
 Span = tuple[int, int]
 
@@ -78,19 +78,24 @@ class Encoder:
         """A record as tokens.
 
         Raises:
-            ConfigError: it lacks the field, has no token to ask for, or is too long.
+            ConfigError: it lacks the field, has several that could be meant or no token to ask for, or is too long.
         """
-        name = self.field or ("text" if PROMPT not in record else "")
-        if not self.field and is_chat(record):
+        fields = {  # tables have every column; in CSV, an empty text is no list
+            name: one for name, one in record.items() if one is not None and (one != "" or name not in FIELDS)
+        }
+        if not self.field:
+            _check_one(fields, where)
+        name = self.field or (TEXT if PROMPT not in fields else "")
+        if not self.field and is_chat(fields):
             name, (text, ids, asked) = "", self.chats.encoded(record, where, scored=self.scored)
             begin: Sequence[int] = ()
         else:
-            text, begin, ids, asked = self._text(record, name, where)
+            text, begin, ids, asked = self._text(fields, name, where)
         if len(ids) < 1 + self.scored or (self.scored and not asked):
             raise ConfigError(f"{where}: has no token that could be asked for; leave it out.")
         offsets = self._offsets(text, len(begin), len(ids)) if self.located else None
         found = Tokens(number, record.get(ID), np.asarray(ids, np.int32), asked, 0, offsets)
-        return self._fitted(found, where, text=bool(name), chat=not name and COMPLETION not in record)
+        return self._fitted(found, where, text=bool(name), chat=not name and COMPLETION not in fields)
 
     def _text(
         self, record: Mapping[str, Any], name: str, where: str
@@ -141,6 +146,15 @@ class Encoder:
             return None
         found = [(0, 0)] * before + list(self.tokenizer.encode_with_offsets(text)[1])
         return np.asarray(found + [(len(text), len(text))] * (size - len(found)), np.int32).reshape(-1, 2)
+
+
+def _check_one(record: Mapping[str, Any], where: str) -> None:
+    """Refuse a record of which only a part would be read."""
+    pair = PROMPT in record and (COMPLETION in record or TEXT in record)
+    there = [name for name in (TEXT, *FIELDS) if name in record] + [PROMPT] * pair
+    if len(there) > 1:
+        way_out = "read 'text' alone with --field text, or leave out" if TEXT in record else "leave out"
+        raise ConfigError(f"{where}: has {' and '.join(map(repr, there))}, of which one is read; {way_out} the others.")
 
 
 def _string(record: Mapping[str, Any], name: str, where: str) -> str:

@@ -106,6 +106,8 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
         share = Share(records, encode, job, asked.batch, known)
         if share.windowed or not known:
             share.check()
+            if asked.template and not any(job.dist.gather_objects(encode.chats.used)):
+                raise ConfigError("--template: no record is read as a chat; leave it out.")
         with _opened(asked, made_of, form, share.count, job, told) as (out, done):
             load_extra(job, locate=foreign.resolve)
             source.load(forward.model, job)
@@ -138,7 +140,7 @@ def _encoder(asked: Inference, chosen: Chosen, model: Model, job: Job, source: S
     longest = min((int(getattr(part, "max_sequence", _UNLIMITED)) for part in model.parts), default=_UNLIMITED)
     located = PER_TOKEN in chosen.names
     scored = located or LOG_LIKELIHOOD in chosen.names
-    tokenizer, chats = hookspecs.tokenizer(job), Chats(job, source.path)
+    tokenizer, chats = hookspecs.tokenizer(job), Chats(job, source.path, asked.template)
     return Encoder(tokenizer, chats, asked.field, longest, asked.long, scored=scored, located=located)
 
 
