@@ -279,6 +279,19 @@ class TestBadInput:
         assert "'temperature' beside the prompt is not read; put it into 'sampling'" in said(
             {"prompt": "a", "temperature": 0}
         )
+        for name, advice in (
+            ("tokens", "put it into 'sampling'"),
+            ("seed", "put it into 'sampling'"),
+            ("max_new_tokens", "put 'tokens' into 'sampling'"),
+            ("do_sample", "put 'temperature' into 'sampling'"),
+            ("n", "ask for several answers with --samples"),
+        ):
+            refused = said({"prompt": "a"}, {"prompt": "a", name: 0})
+            assert f"line 2: {name!r} beside the prompt is not read; {advice}, or give it another name." in refused
+        for name in ("system", "tools"):
+            assert f"line 1: {name!r} beside the prompt is read of chats only; add --chat" in said(
+                {"prompt": "a", name: "b"}
+            )
         assert "has both a prompt and messages; keep one." in said({"prompt": "a", "messages": [{"role": "user"}]})
         assert "no chat template" in said({"messages": [{"role": "user", "content": "a"}]})
         assert not list(tmp_path.glob("out*"))

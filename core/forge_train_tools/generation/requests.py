@@ -23,8 +23,14 @@ SEED, STOP = "seed", "stop"
 Long = Literal["refuse", "left"]
 _USUAL = Sampling()
 _OPTIONS = [field.name for field in fields(Sampling) if field.name != "drafts"]
-_BESIDE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "max_tokens")
-"""Fields that a user of another library may take for options: they would change nothing."""
+_BESIDE = {
+    **dict.fromkeys(_OPTIONS, f"put it into {OWN!r}"),
+    **dict.fromkeys(("max_tokens", "max_new_tokens"), f"put 'tokens' into {OWN!r}"),
+    "do_sample": f"put 'temperature' into {OWN!r}",
+    "n": "ask for several answers with --samples",
+}
+"""Fields that a user may take for options beside a prompt, and what to do: they would change nothing."""
+_OF_CHATS = ("system", "tools")
 
 
 @dataclass(frozen=True)
@@ -130,10 +136,16 @@ class Requests:
     def _versions(self, record: Mapping[str, Any], where: str, *, chat: bool) -> Iterator[list[int]]:
         """The tokens of the prompt; of a chat, then without its oldest turns."""
         if not chat:
+            if unread := next((name for name in _OF_CHATS if name != self.field and record.get(name)), None):
+                raise ConfigError(
+                    f"{where}: {unread!r} beside the prompt is read of chats only; add --chat, or give it another name."
+                )
             yield self._encoded(_text(record, self.field, where), where, whole=False)
             return
         if self.field or record.get(MESSAGES) is None:
-            record = {MESSAGES: [{"role": "user", "content": _text(record, self.field, where)}]}
+            said = {"role": "user", "content": _text(record, self.field, where)}
+            others = {name: value for name, value in record.items() if name != (self.field or PROMPT)}
+            record = {**others, MESSAGES: [said]}
         elif record.get(PROMPT) is not None:
             raise ConfigError(f"{where}: has both a prompt and messages; keep one.")
         messages, tools = question(record, where)
@@ -168,9 +180,9 @@ class Requests:
         return ids
 
     def _sampling(self, record: Mapping[str, Any], where: str) -> Sampling:
-        if beside := [name for name in _BESIDE if record.get(name) is not None]:
+        if beside := [name for name in _BESIDE if name != self.field and record.get(name) is not None]:
             raise ConfigError(
-                f"{where}: {beside[0]!r} beside the prompt is not read; put it into {OWN!r}, or give it another name."
+                f"{where}: {beside[0]!r} beside the prompt is not read; {_BESIDE[beside[0]]}, or give it another name."
             )
         if (own := record.get(OWN)) is None:
             return self.sampling
