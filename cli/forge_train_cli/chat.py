@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forge_train_tools.generation.chat import Chat
 
 COMMANDS = {
-    "/system TEXT": "say how the model is to answer; without TEXT, no longer",
+    "/system TEXT": "say how the model is to answer, before the first message; without TEXT, no longer",
     "/reset": "forget the chat, but not the system's message",
     "/save FILE": "write the chat to a new file, as a record that can be trained on",
     "/help": "show these commands; //TEXT says a text that begins with /",
@@ -57,9 +57,12 @@ def chat(
     echo "Who are you?" | forge chat runs/tuned --temperature 0
     """
     from forge_train_tools import open_model
+    from forge_train_tools.generation.defaults import tell_unused
+    from forge_train_tools.generation.sampling import Sampling
 
     opened = open_model(path, plugins=plugins, set=values(assignments), adapters=factors(adapter))
     talk = Talk(opened.chat(system=system, template=template, **options))
+    tell_unused(opened.path, Sampling(**options))
     if sys.stdin.isatty():
         click.secho(f"{opened.path}. /help lists the commands, Ctrl-D leaves.", dim=True, err=True)
     for line in _lines():
@@ -105,7 +108,7 @@ class Talk:
             raise ConfigError(f"{name} takes nothing after it.")
         if name == "/system":
             self._chat.set_system(given)
-            self._say("The next answers follow it." if given else "There is no system's message any more.")
+            self._say("The answers follow it." if given else "There is no system's message any more.")
         elif name == "/reset":
             self._chat.reset()
             self._left_out = 0

@@ -109,8 +109,10 @@ def generate(
     if template and not chat:
         raise ConfigError("--template: no prompt is a chat; add --chat, or leave it out.")
     from forge_train_tools import open_model
+    from forge_train_tools.generation.defaults import tell_unused
 
     opened = open_model(path, plugins=plugins, set=values(assignments), adapters=adapters)
+    tell_unused(opened.path, sampling)
     text = texts[0] if texts else ""
     completion = opened.complete(text, sampling, chat=chat, template=template)
     if not as_json:

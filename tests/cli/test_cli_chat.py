@@ -82,16 +82,29 @@ def test_a_seed_gives_the_same_chat_and_each_answer_is_drawn_anew(hf: Path, chat
 
 
 def test_system_reset_and_save(hf: Path, chat: Typed) -> None:
-    lines = ("/system be brief", "say 3", "/save a.jsonl", "/reset", "//x", "/save b.jsonl", "/system", "/save c.jsonl")
-    ended = chat("\n".join(lines), *COLD, "--system", "be loud")
+    lines = ("/system be brief", "say 3", "/save a.jsonl", "/reset", "//x", "/save b.jsonl")
+    more = ("/reset", "/system", "say 3", "/save c.jsonl")
+    ended = chat("\n".join((*lines, *more)), *COLD, "--system", "be loud")
     assert ended.code == 0, ended.err
     system = {"role": "system", "content": "be brief"}
     first = expected(hf, system, said("say 3"))
     assert saved("a.jsonl") == [system, said("say 3"), answered(first)]
     second = expected(hf, system, said("/x"))
     assert saved("b.jsonl") == [system, said("/x"), answered(second)]
-    assert saved("c.jsonl") == saved("b.jsonl")[1:]
-    assert ended.out == f"{first}\n{second}\n"
+    third = expected(hf, said("say 3"))
+    assert saved("c.jsonl") == [said("say 3"), answered(third)]
+    assert ended.out == f"{first}\n{second}\n{third}\n"
+
+
+@pytest.mark.parametrize("late", ["/system be brief", "/system"])
+def test_a_chat_is_saved_with_the_system_that_all_answers_followed(hf: Path, chat: Typed, late: str) -> None:
+    ended = chat(f"say 3\n{late}\nsay 4\n/save a.jsonl", *COLD, "--system", "be loud")
+    assert ended.code == 2
+    assert "stands before all answers, and there are some; /reset forgets them." in ended.err
+    system, asked, first, again, second = saved("a.jsonl")
+    assert system == {"role": "system", "content": "be loud"}
+    assert first["content"] == expected(hf, system, asked)
+    assert second["content"] == expected(hf, system, asked, first, again)
 
 
 def test_the_oldest_turns_go_when_there_is_no_room(hf: Path, chat: Typed) -> None:

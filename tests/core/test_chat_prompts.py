@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,17 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def by_transformers(folder: Path, messages: list[dict[str, str]], **options: Any) -> list[int]:
+def by_transformers(
+    folder: Path, messages: list[dict[str, str]], *, tools: list[dict[str, Any]] | None = None, **options: Any
+) -> list[int]:
     """Greedy tokens after a chat, with the end."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    given = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     found = model.generate(**given, do_sample=False, **options)
     return [int(one) for one in found[0, given["input_ids"].shape[1] :]]
 
@@ -56,8 +62,6 @@ def test_a_chat_is_answered_as_by_transformers(hf: Path, penalty: float) -> None
 
 def test_an_answer_ends_as_the_files_of_the_model_say(hf: Path, tmp_path: Path) -> None:
     """With the `eos_token_id` of generation_config.json, one or several, which is not the tokenizer's."""
-    import shutil
-
     third = by_transformers(hf, CHAT, max_new_tokens=20)[2]
     folder = tmp_path / "hf"
     shutil.copytree(hf, folder)
@@ -74,6 +78,58 @@ def test_a_prompt_with_chat_is_a_users_message(hf: Path) -> None:
     assert own == generate(hf, [{"messages": [CHAT[-1]]}], tokens=8, temperature=0).answers[0].text
     assert own == open_model(hf).generate("say 4", chat=True, tokens=8, temperature=0)
     assert own != generate(hf, "say 4", tokens=8, temperature=0).answers[0].text
+
+
+def test_a_prompt_with_chat_has_the_system_and_the_tools_beside_it(hf: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(hf, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}" + chat_model.CHATML
+    )
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    asked = [{"prompt": "say 4", **beside} for beside in ({}, {"system": "be brief"}, {"tools": tools})]
+    found = generate(folder, asked, chat=True, tokens=8, temperature=0, logprobs=True).answers
+    plain, system, tool = (list(one.ids or ()) for one in found)
+    assert plain == by_transformers(folder, CHAT[3:], max_new_tokens=8)
+    assert system == by_transformers(folder, [CHAT[0], CHAT[3]], max_new_tokens=8) != plain
+    assert tool == by_transformers(folder, CHAT[3:], tools=tools, max_new_tokens=8) != plain
+    (tmp_path / "a.jsonl").write_text(json.dumps({"q": "say 4", "prompt": "no", "system": "be brief"}) + "\n")
+    more = ("--from-file", tmp_path / "a.jsonl", "--field", "q", "--temperature", 0, "--tokens", 8, "--logprobs")
+    assert forge("generate", folder, "--chat", *more, "--out", tmp_path / "b.jsonl").code == 0
+    assert json.loads((tmp_path / "b.jsonl").read_text())["ids"] == system
+
+
+def test_values_of_generation_config_that_are_not_used_are_told_once(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    folder, records = tmp_path / "hf", tmp_path / "a.jsonl"
+    shutil.copytree(hf, folder)
+    file = folder / "generation_config.json"
+    records.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+
+    def told(command: str, *more: object) -> list[str]:
+        ended = forge(command, folder, "--tokens", 2, *more)
+        assert ended.code == 0, ended.err
+        return [line for line in ended.err.splitlines() if "generation_config.json" in line]
+
+    assert told("generate", "--prompt", "a") == []
+    written = {"temperature": 0.6, "top_k": 20, "top_p": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": [3]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | written))
+    text = "not used: temperature 0.6, top_k 20 (give them as options); suppress_tokens [3] (there is no such option)."
+    many = ("--from-file", records, "--out")
+    for asked in (
+        ("generate", "--prompt", "a"),
+        ("generate", "--prompt", "a", "--prompt", "b"),
+        ("generate", *many, tmp_path / "b.jsonl"),
+        ("chat",),
+    ):
+        (line,) = told(*asked)
+        assert line.endswith(f"{file}: {text}")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"suppress_tokens": None}))
+    assert told("generate", "--prompt", "a", "--temperature", 0) == []
+    (line,) = told("generate", "--prompt", "a", "--temperature", 0.7)
+    assert line.endswith("not used: top_k 20 (give them as options).")
 
 
 def test_a_chat_becomes_shorter_by_its_oldest_turns() -> None:

@@ -55,8 +55,13 @@ class Chat:
         """Put a system's message in the place of the one before; empty for none.
 
         Raises:
-            ConfigError: the template takes none; the one before stays.
+            ConfigError: there is an answer already, which did not follow it, or the template takes none; the one before
+                stays.
         """
+        if self._turns:
+            raise ConfigError(
+                "The system's message stands before all answers, and there are some; /reset forgets them."
+            )
         before, self.system = self.system, text
         try:
             self._prompts.render([*self.messages[: bool(text)], {"role": "user", "content": "?"}])

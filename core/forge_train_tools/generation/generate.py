@@ -27,6 +27,7 @@ from ..offline.opening import Opened, Source, run_folder
 from ..offline.read_only import ReadOnlyRun
 from .answers import Answer, Answering
 from .chats import ChatPrompts
+from .defaults import tell_unused
 from .requests import KEY, Long, Requests
 from .rows import check, longest
 from .sampling import Sampling
@@ -140,7 +141,7 @@ def generate(asked: Generation, *, nproc: int = 1, told: Callable[[str], None] =
     """
     if nproc == 1:
         return _generate(asked, told)
-    asked.source(nproc)  # so that a mistake is reported only once
+    tell_unused(asked.source(nproc).path, asked.sampling)  # so that a mistake, too, is reported only once
     with tempfile.TemporaryDirectory(prefix="forge-generate-") as name:
         folder = Path(name)
         arguments = dataclasses.asdict(asked) | {"path": str(asked.path), "out": asked.out and str(asked.out)}
@@ -183,6 +184,8 @@ def _generate(asked: Generation, told: Callable[[str], None] = lambda text: None
             raise ConfigError("--template: no prompt is a chat; add --chat, or leave it out.")
         total = prompts * asked.samples
         made_of = _made_of(asked, source, job, requests, chats().digest if chat else "") if asked.out else {}
+        if world == 1:
+            tell_unused(source.path, asked.sampling)
         with opened(asked.out, made_of, job, told) as (out, done):
             source.load(model, job)
             add_adapters(trained, asked.adapters, asked.plugins)
