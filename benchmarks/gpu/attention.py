@@ -101,6 +101,7 @@ def ways(flags: tuple[str, ...], length: int, device: torch.device) -> Iterator[
         "sinks": {"sinks": torch.linspace(-1, 2, HEADS, device=device)},
         "log_sum_exp": {"log_sum_exp": True},
         "blocks": {"queries": some, "offset": length - some // 2, "document_ids": None, "query_document_ids": None},
+        "lengths": {"queries": 1, "lengths": torch.tensor([some], device=device)},
     }
     keywords: dict[str, Any] = {}
     for flag in flags:

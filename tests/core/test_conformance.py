@@ -70,12 +70,13 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     """What a plugin can't be tried without."""
     if name == "distill":
         return {"distill.weights": str(run_forge([], steps=1, folder=folder / "teacher").run)}
-    if name in ("sft", "lm_eval"):
-        lines = [json.dumps({"prompt": f"say {number}", "completion": str(number)}) for number in range(400)]
-        (file := folder / f"{name}.{'jsonl' if name == 'sft' else 'txt'}").write_text("\n".join(lines))
+    if name in ("sft", "lm_eval", "grpo"):
+        lines = [json.dumps({"prompt": f"say {n}", "completion": str(n), "answer": str(n)}) for n in range(400)]
+        (file := folder / f"{name}.{'txt' if name == 'lm_eval' else 'jsonl'}").write_text("\n".join(lines))
         asked = {"lm_eval.tasks": [str(file)], "lm_eval.limit": 2, "train.evaluate_every": 1}
         learned = {"sft.path": str(file), "sft.template": "plain", "sft.cache": str(folder / "cache")}
-        return learned if name == "sft" else asked
+        drawn = {"grpo.prompts": str(file), "grpo.group": 2, "grpo.tokens": 4, "grpo.held_out": 0.3}
+        return {"sft": learned, "lm_eval": asked, "grpo": drawn}[name]
     if name == "text_pairs":
         lines = [json.dumps({"anchor": f"say {number}", "positive": str(number)}) for number in range(400)]
         (folder / "pairs.jsonl").write_text("\n".join(lines))
