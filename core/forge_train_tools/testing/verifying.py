@@ -54,7 +54,7 @@ class Verifier:
             replies = self._pool.run(take, nproc, timeout=self._timeout, keep=True, **arguments)
         except PoolError as error:  # one that failed says why; others may wait for its messages without end
             replies = list(error.values)
-            if not any(one["code"] for one in replies):
+            if all(not one["code"] or one["kind"] == "lost" for one in replies):  # nobody that is left knows why
                 raise
         outcomes = [WorkerResult(**one) for one in replies]
         ended = Ended(by_cause(outcomes))
