@@ -125,7 +125,7 @@ class Talk:
 
     def _answer(self, text: str) -> None:
         try:
-            with closing(self._chat.answer(text)) as pieces:  # type: ignore[type-var]  # a generator
+            with closing(self._chat.answer(text)) as pieces:
                 for piece in pieces:
                     click.echo(screen.visible(piece) if self._terminal else piece, nl=False)
                     sys.stdout.flush()

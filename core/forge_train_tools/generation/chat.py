@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class Chat:
         except OSError as error:
             raise ConfigError(f"{file}: can't be written: {error.strerror or error}.") from error
 
-    def answer(self, text: str) -> Iterator[str]:
+    def answer(self, text: str) -> Generator[str, None, None]:
         """Yield the pieces of an answer to a user's message, as they arrive. Both become part of the history, an answer
         that is given up half-way too.
 
