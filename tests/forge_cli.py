@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,3 +106,18 @@ def one_message(ended: Ended, code: int) -> str:
     _before, *messages = re.split(r"^Error: ", ended.err, flags=re.MULTILINE)
     assert len(messages) == 1, said
     return messages[0].strip()
+
+
+def killed_writing(out: Path, asked: Sequence[object], layouts: Iterable[Sequence[object]]) -> int:
+    """Start a command once on each layout, each time to be killed after its second write; returns the records that
+    the file then has."""
+    state, before = out.with_name(f"{out.name}.partial") / "job.json", 0
+    for layout in layouts:
+        launched = "--nproc" in layout
+        ended = forge_process(*asked, *layout, "-p", "dying_answers:Dies", preloaded=True)
+        assert ended.code == (1 if launched else -signal.SIGKILL), ended.err
+        assert not launched or "Rank 0 was killed by SIGKILL" in ended.err
+        done = int(json.loads(state.read_text(encoding="utf-8"))["records"])
+        assert done > before
+        before = done
+    return before
