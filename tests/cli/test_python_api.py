@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,18 @@ class Interrupting(Plugin):
         if step.step == 1:
             for number in self.signals:
                 os.kill(os.getpid(), number)
+
+
+class Waiting(Plugin):
+    """Waits in the first step until it is told to go on."""
+
+    api = (1, 0)
+    there, go = threading.Event(), threading.Event()
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        self.there.set()
+        assert self.go.wait(300)
 
 
 class Failing(Plugin):
@@ -240,18 +251,19 @@ class TestTheProcess:
             train("tiny.toml", {"train.steps": 20}, plugins=plugins, quiet=True)
         assert state() == before
 
-    def test_trains_in_a_thread_and_does_one_thing_at_a_time(self) -> None:
+    def test_trains_in_a_thread_and_does_one_thing_at_a_time(self, own: Any) -> None:
         known = train("tiny.toml", SMALL, quiet=True).losses
         found: list[RunFolder] = []
-        before = state()
-        values = {"train.steps": 40, "run.name": "inside"}
-        thread = threading.Thread(target=lambda: found.append(train("tiny.toml", values, quiet=True)))
+        plugins, before = own(Waiting), state()
+        thread = threading.Thread(target=lambda: found.append(train("tiny.toml", plugins=plugins, quiet=True)))
         thread.start()
-        while thread.is_alive() and not Path("runs/inside/metrics.jsonl").exists():
-            time.sleep(0.01)
-        with pytest.raises(ForgeError, match="already at work in this process"):
-            plan("tiny.toml")
-        thread.join()
+        assert Waiting.there.wait(300)
+        try:
+            with pytest.raises(ForgeError, match="already at work in this process"):
+                plan("tiny.toml")
+        finally:
+            Waiting.go.set()
+            thread.join()
         assert found[0].losses[: len(known)] == known
         assert state() == before
 

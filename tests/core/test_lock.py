@@ -260,7 +260,7 @@ def test_a_job_that_lost_its_lock_writes_no_more(tmp_path: Path) -> None:
 def test_two_commands_and_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two equal commands is refused in one message; after `kill -9` it goes on, and says so."""
     monkeypatch.chdir(tmp_path)
-    values = {"train.steps": 2000, "checkpoint.every": 5}
+    values = {"train.steps": 100_000, "checkpoint.every": 5}
     arguments = ["train", toys.write_config(tmp_path, **values), "--name", "a", "--quiet"]
     first = start(*arguments, cwd=tmp_path)
     try:
