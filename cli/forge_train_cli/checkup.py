@@ -150,17 +150,11 @@ def _all_reduce() -> Iterator[Check]:
 
 def _several(nproc: int) -> Iterator[Check]:
     """Check what processes compute together, and the speed of each."""
-    from forge_train_tools.launching.launch import WorkerCommand, launch
+    from forge_train_tools.launching.once import launch_once
 
-    with tempfile.TemporaryDirectory(prefix="forge-doctor-") as name:
-        folder = Path(name)
-        arguments = {"folder": name, "device": "auto", "slow": SLOW}
-        task = WorkerCommand(
-            "forge_train_tools.health:worker", arguments, folder / "launch", folder / "log", quiet=True
-        )
-        ended = launch(task, nproc)
-        ended.check()
-        for one in ended.result["findings"]:
+    with tempfile.TemporaryDirectory(prefix="forge-doctor-") as folder:
+        arguments = {"folder": folder, "device": "auto", "slow": SLOW}
+        for one in launch_once("forge_train_tools.health:worker", arguments, nproc)["findings"]:
             if one["name"] != "disk":  # of the temporary folder
                 yield Check(f"{nproc} processes", one["status"], f"{one['name']}: {one['text']}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from forge_train_kit import foreign
 from forge_train_kit.format import format_plural
 
 from ..inference.infer import Inference
-from ..launching.launch import WorkerCommand, launch
+from ..launching.once import launch_once
 from ..launching.world import here
 from ..offline.opening import Source, run_folder
 from ..offline.read_only import ReadOnlyRun
@@ -143,14 +142,7 @@ def evaluate_tasks(asked: Evaluation, *, nproc: int = 1, told: Told = lambda tex
 
 def _on_several(asked: Evaluation, nproc: int) -> EvaluatedTasks:
     asked.source(nproc)
-    with tempfile.TemporaryDirectory(prefix="forge-eval-") as name:
-        folder = Path(name)
-        command = WorkerCommand(
-            f"{__name__}:worker", {"asked": _plain(asked)}, folder / "launch", folder / "log", quiet=True
-        )
-        ended = launch(command, nproc)
-        ended.check()
-    found = dict(ended.result["evaluated"])
+    found = dict(launch_once(f"{__name__}:worker", {"asked": _plain(asked)}, nproc)["evaluated"])
     return EvaluatedTasks(**found | {"tasks": {one["name"]: TaskResult.of(one) for one in found["tasks"]}})
 
 

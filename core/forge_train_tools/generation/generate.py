@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,7 +19,7 @@ from forge_train_kit import hookspecs
 
 from ..inference.identity import values_of, weights_of
 from ..inference.infer import Inference
-from ..launching.launch import WorkerCommand, launch
+from ..launching.once import launch_once
 from ..launching.world import here
 from ..offline.adapted import add_adapters
 from ..offline.opening import Opened, Source, run_folder
@@ -142,15 +141,8 @@ def generate(asked: Generation, *, nproc: int = 1, told: Callable[[str], None] =
     if nproc == 1:
         return _generate(asked, told)
     tell_unused(asked.source(nproc).path, asked.sampling)  # so that a mistake, too, is reported only once
-    with tempfile.TemporaryDirectory(prefix="forge-generate-") as name:
-        folder = Path(name)
-        arguments = dataclasses.asdict(asked) | {"path": str(asked.path), "out": asked.out and str(asked.out)}
-        command = WorkerCommand(
-            f"{__name__}:worker", {"asked": arguments}, folder / "launch", folder / "log", quiet=True
-        )
-        ended = launch(command, nproc)
-        ended.check()
-    found = ended.result["generated"]
+    arguments = dataclasses.asdict(asked) | {"path": str(asked.path), "out": asked.out and str(asked.out)}
+    found = launch_once(f"{__name__}:worker", {"asked": arguments}, nproc)["generated"]
     return Generated(**found | {"answers": tuple(_read(one) for one in found["answers"])})
 
 

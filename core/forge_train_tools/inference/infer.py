@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import foreign, hookspecs
 
-from ..launching.launch import WorkerCommand, launch
+from ..launching.once import launch_once
 from ..launching.world import here
 from ..offline.opening import Source, run_folder
 from ..offline.read_only import ReadOnlyRun
@@ -61,15 +60,8 @@ def infer(asked: Inference, *, nproc: int = 1, told: Callable[[str], None] = lam
     if nproc == 1:
         return _infer(asked, told)
     asked.source(nproc)  # so that a mistake is reported only once
-    with tempfile.TemporaryDirectory(prefix="forge-infer-") as name:
-        folder = Path(name)
-        arguments = dataclasses.asdict(asked) | {"path": str(asked.path), "out": str(asked.out)}
-        command = WorkerCommand(
-            f"{__name__}:worker", {"asked": arguments}, folder / "launch", folder / "log", quiet=True
-        )
-        ended = launch(command, nproc)
-        ended.check()
-    return Inferred(**ended.result["inferred"])
+    arguments = dataclasses.asdict(asked) | {"path": str(asked.path), "out": str(asked.out)}
+    return Inferred(**launch_once(f"{__name__}:worker", {"asked": arguments}, nproc)["inferred"])
 
 
 def worker(asked: dict[str, Any]) -> dict[str, Any]:

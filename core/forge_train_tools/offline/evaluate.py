@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from forge_train.loop.weights import load_extra
 from forge_train.step.forward import Evaluations, Forward
 from forge_train_kit import foreign
 
-from ..launching.launch import WorkerCommand, launch
+from ..launching.once import launch_once
 from ..launching.world import here
 from .opening import Wanted, find, run_folder
 from .read_only import ReadOnlyRun
@@ -53,12 +52,7 @@ def evaluate(path: Path, *, wanted: Wanted | None = None, nproc: int = 1) -> Eva
         return _evaluate(path, wanted)
     find(path, world=nproc, wanted=wanted)  # so that a mistake is reported only once
     arguments = {"path": str(path), "wanted": dataclasses.asdict(wanted)}
-    with tempfile.TemporaryDirectory(prefix="forge-eval-") as name:
-        folder = Path(name)
-        command = WorkerCommand(f"{__name__}:worker", arguments, folder / "launch", folder / "log", quiet=True)
-        ended = launch(command, nproc)
-        ended.check()
-        found = ended.result["evaluated"]
+    found = launch_once(f"{__name__}:worker", arguments, nproc)["evaluated"]
     return Evaluated(**{**found, "unlike_training": tuple(found["unlike_training"])})
 
 

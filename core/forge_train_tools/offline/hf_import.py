@@ -39,7 +39,7 @@ from forge_train_kit.state_map.views import Stored
 from ..configuration.comments import noted
 from ..configuration.request import Request, preset
 from ..configuration.setup import resolve
-from ..launching.launch import WorkerCommand, launch
+from ..launching.once import launch_once
 from .grown import Grown
 from .hf_files import Exchanged, check_range, comments_in, fill_full
 from .hf_request import PRESET, bring, data_key, tokenizer_notes
@@ -243,10 +243,7 @@ def _write(made: _Import, place: Path, beside: list[Path], filled: Callable[[Pat
 
 def _fill_together(asked: _Asked, part: Path, nproc: int) -> None:
     arguments = {"asked": dataclasses.asdict(asked), "part": str(part.absolute())}
-    with tempfile.TemporaryDirectory(prefix="forge-import-") as name:
-        folder = Path(name)
-        command = WorkerCommand(f"{__name__}:import_share", arguments, folder / "launch", folder / "log", quiet=True)
-        launch(command, nproc).check()
+    launch_once(f"{__name__}:import_share", arguments, nproc)
 
 
 def import_share(asked: dict[str, Any], part: str) -> dict[str, Any]:

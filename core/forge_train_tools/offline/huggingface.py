@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from forge_train_kit.hf.ranges import Weights
 from forge_train_kit.hf.start import exported, merged
 from forge_train_kit.model_files import vocabulary_of
 
-from ..launching.launch import WorkerCommand, launch
+from ..launching.once import launch_once
 from .hf_files import (
     Exchanged,
     TensorFiles,
@@ -131,10 +130,7 @@ def _write_together(
         "shard_bytes": shard_bytes,
         "settings": [*settings],
     }
-    with tempfile.TemporaryDirectory(prefix="forge-export-") as name:
-        folder = Path(name)
-        command = WorkerCommand(f"{__name__}:export_share", arguments, folder / "launch", folder / "log", quiet=True)
-        launch(command, nproc).check()
+    launch_once(f"{__name__}:export_share", arguments, nproc)
 
 
 def export_share(source: str, part: str, dtype: str, shard_bytes: int, settings: list[str]) -> dict[str, Any]:
