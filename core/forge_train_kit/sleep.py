@@ -228,9 +228,15 @@ def _storages(
     for tag, values in groups.items():
         for tensor in _tensors(values):
             storage = tensor.untyped_storage()
-            if storage.nbytes() and not (storage.is_shared() or storage.is_pinned()):
+            if storage.nbytes() and not _seen_by_others(storage):
                 found.setdefault(storage._cdata, (storage, set()))[1].add(tag)
     return (one for one in found.values() if one[1] <= chosen)
+
+
+def _seen_by_others(storage: torch.UntypedStorage) -> bool:
+    """True for memory of the CPU that another process or a device reads; of all other memory torch says that it is
+    shared (2.13)."""
+    return storage.device.type == "cpu" and (storage.is_shared() or storage.is_pinned())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

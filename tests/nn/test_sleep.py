@@ -69,6 +69,15 @@ def test_memory_of_another_device_is_freed(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(view, expected[1:])
 
 
+def test_torch_calls_all_memory_of_another_device_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = torch.nn.Linear(3, 3)
+    here: Any = SimpleNamespace(models={}, step=SimpleNamespace(batches=()))
+    monkeypatch.setattr(torch.UntypedStorage, "device", torch.device("cuda"), raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, "is_shared", lambda _: True)
+    found = sleep._storages(here, Model([part]), None, {"weights"})
+    assert sum(one.nbytes() for one, _ in found) == 4 * (9 + 3)
+
+
 def test_memory_leaves_and_comes_back(tmp_path: Path) -> None:
     """Within 1 % of what the process had before, and a thousand times alike."""
     code = f"""
