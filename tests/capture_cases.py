@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ BASE: Mapping[str, Any] = {
     "capture.modules": ["*"],
     "capture.steps": [2],
 }
+MICRO_BATCHES = 4
 
 
 def hf(kind: str) -> dict[str, Any]:
@@ -92,6 +94,29 @@ def captured(run: str | Path, name: str = "step-00000002") -> tuple[dict[str, Te
     """The tensors and the metadata of a file."""
     with safe_open(Path(run) / "artifacts" / "capture" / f"{name}.safetensors", "pt") as file:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def place(value: Any, path: str) -> Tensor:
+    """The tensor at a place in what a module gave."""
+    for word in re.findall(r"\[(\w+)\]", path):
+        if isinstance(value, (tuple, list)):
+            value = value[int(word)]
+        else:
+            value = value[word] if isinstance(value, dict) else getattr(value, word)
+    return value if isinstance(value, Tensor) else value[0]
+
+
+def by_hooks(key: str, like: Tensor) -> Tensor:
+    """The same by plain hooks, which know a shared module by its first name."""
+    name, path, call = re.fullmatch(r"(.*?)((?:\[\w+\])*)(?:#(\d+))?", key).groups()  # type: ignore[union-attr]
+    first = re.sub(r"layers\.\d+\.attention\.rope", "layers.0.attention.rope", name)
+    outputs = Hooks.seen[first]
+    calls = len(outputs) // MICRO_BATCHES
+    at = int(call or 1) - 1 + (2 * int(name.split(".")[1]) if name.endswith(".rope") else 0)
+    found = [place(one, path) for one in outputs[at::calls]]
+    if like.shape[0] == 8 and found[0].shape[0] == 1:
+        found = [one.expand(2, *one.shape[1:]) for one in found]
+    return torch.cat(found).detach().reshape(like.shape)
 
 
 def differences(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:

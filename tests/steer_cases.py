@@ -73,7 +73,7 @@ class Hooked(Plugin):
     def on_start(self, model: Model) -> None:
         self._on = False
         module = dict(model.named_modules())["layers.1"]
-        module.register_forward_hook(lambda _, __, out: out + 2.0 * vector() if self._on else None)
+        module.register_forward_hook(lambda _, __, out: out + 2.0 * vector().to(out) if self._on else None)
 
     @hookimpl
     def around(self, span: str) -> Any:

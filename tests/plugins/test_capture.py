@@ -12,36 +12,12 @@ import torch
 from torch import Tensor
 
 import capture_cases
-from capture_cases import SHAPES, Hooks, captured, train
+from capture_cases import SHAPES, Hooks, by_hooks, captured, train
 from forge_train import ConfigError
 from forge_train_tools.testing import RunForge
 
 pytest.importorskip("transformers")
-MICRO_BATCHES = 4
 EXPERTS = re.compile(r"\.experts(\.|$)")
-
-
-def place(value: Any, path: str) -> Tensor:
-    """The tensor at a place in what a module gave."""
-    for word in re.findall(r"\[(\w+)\]", path):
-        if isinstance(value, (tuple, list)):
-            value = value[int(word)]
-        else:
-            value = value[word] if isinstance(value, dict) else getattr(value, word)
-    return value if isinstance(value, Tensor) else value[0]
-
-
-def by_hooks(key: str, like: Tensor) -> Tensor:
-    """The same by plain hooks, which know a shared module by its first name."""
-    name, path, call = re.fullmatch(r"(.*?)((?:\[\w+\])*)(?:#(\d+))?", key).groups()  # type: ignore[union-attr]
-    first = re.sub(r"layers\.\d+\.attention\.rope", "layers.0.attention.rope", name)
-    outputs = Hooks.seen[first]
-    calls = len(outputs) // MICRO_BATCHES
-    at = int(call or 1) - 1 + (2 * int(name.split(".")[1]) if name.endswith(".rope") else 0)
-    found = [place(one, path) for one in outputs[at::calls]]
-    if like.shape[0] == 8 and found[0].shape[0] == 1:
-        found = [one.expand(2, *one.shape[1:]) for one in found]
-    return torch.cat(found).detach().reshape(like.shape)
 
 
 @pytest.mark.parametrize("model", SHAPES)
