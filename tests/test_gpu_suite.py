@@ -33,6 +33,7 @@ EXTENDED = (
     *("attention-varlen-fp32", "attention-varlen-bf16", "attention-sdpa-auto-fp32", "attention-sdpa-auto-fp16"),
     *("attention-sdpa-flash-fp32", "attention-sdpa-flash-bf16", "attention-sdpa-math-bf16", "attention-sdpa-math-fp16"),
     *("verify-bf16", "compile-sdpa", "compile-flex-ac", "compile-varlen"),
+    *("ask-generate-memory", "ask-capture-moe", "ask-capture-mla", "ask-capture-delta_net", "ask-grpo"),
     *("speed-1b-fp8", "speed-8b-8-layers-bf16", "speed-moe-bf16"),
 )
 
@@ -50,7 +51,7 @@ def test_every_case_without_a_device_gives_good_numbers(name: str) -> None:
 
 
 def test_the_table_of_cases() -> None:
-    """Kernels, products, runs, eight devices and speeds are all there, each name once; 8B whole on an H200."""
+    """Kernels, products, runs, answers, eight devices and speeds are all there, each name once; 8B whole on an H200."""
     found = cases.cases(ABOUT)
     names = [case.name for case in found]
     assert len(set(names)) == len(names)

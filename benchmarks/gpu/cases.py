@@ -30,7 +30,7 @@ def cases(about: dict[str, Any]) -> list[Case]:
     Args:
         about: the machine, as `machine.describe` gives it.
     """
-    return [*_attention(), *_products(), *_runs(), *_layouts(), *_speed(about["memory_gib"])]
+    return [*_attention(), *_products(), *_runs(), *_asked(), *_layouts(), *_speed(about["memory_gib"])]
 
 
 def _attention() -> list[Case]:
@@ -95,6 +95,26 @@ def _runs() -> list[Case]:
         Case("peak-ac", "runs:peak", {"plugins": ["ac"]}, gpus=1, alone=True),
         Case("peak-lora", "runs:peak", {"plugins": ["lora"], **fresh}, gpus=1, alone=True),
         Case("peak-qlora", "runs:peak", {"plugins": ["lora"], "lora.base": "nf4", **fresh}, gpus=1, alone=True),
+    ]
+
+
+def _asked() -> list[Case]:
+    """A trained model that is asked, and what a run does between its steps."""
+    return [
+        Case("ask-generate-fp32", "asking:answers", seconds=90),
+        Case("ask-generate-speed", "asking:speed", alone=True),
+        Case("ask-generate-memory", "asking:memory", {"group": 1}, alone=True),
+        Case("ask-generate-memory-gqa", "asking:memory", {"group": 4}, alone=True),
+        Case("ask-infer", "asking:scores", seconds=90),
+        *(
+            Case(f"ask-capture-{model}", "asking:captured", {"model": model})
+            for model in ("decoder", "moe", "mla", "delta_net")
+        ),
+        Case("ask-steer", "asking:steered"),
+        Case("ask-grpo", "rewarded:steps", {"temperature": 1.0}),
+        Case("ask-grpo-cold", "rewarded:steps", {"temperature": 0.6}),
+        Case("ask-sleep-memory", "sleeping:naps", {"disk": False}, gpus=1),
+        Case("ask-sleep-disk", "sleeping:naps", {"disk": True}, seconds=90),
     ]
 
 
