@@ -71,7 +71,7 @@ def texts(count: int, longest: int) -> list[str]:
 
 def answers(size: Size) -> list[Row]:
     """Answers in fp32, likeliest and drawn: the CPU's, however many are generated at once."""
-    prompts, tokens, rows = texts(size.choose(24, 9), size.choose(200, 24)), size.choose(64, 8), []
+    prompts, tokens, rows = texts(size.choose(12, 9), size.choose(200, 24)), size.choose(32, 8), []
     with trained(size) as path:
         for name, temperature in (("likeliest", 0.0), ("drawn", 0.8)):
             sampling = Sampling(tokens=tokens, temperature=temperature)

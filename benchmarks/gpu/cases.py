@@ -101,7 +101,7 @@ def _runs() -> list[Case]:
 def _asked() -> list[Case]:
     """A trained model that is asked, and what a run does between its steps."""
     return [
-        Case("ask-generate-fp32", "asking:answers", seconds=90),
+        Case("ask-generate-fp32", "asking:answers", seconds=240),
         Case("ask-generate-speed", "asking:speed", alone=True),
         Case("ask-generate-memory", "asking:memory", {"group": 1}, alone=True),
         Case("ask-generate-memory-gqa", "asking:memory", {"group": 4}, alone=True),
@@ -111,8 +111,8 @@ def _asked() -> list[Case]:
             for model in ("decoder", "moe", "mla", "delta_net")
         ),
         Case("ask-steer", "asking:steered"),
-        Case("ask-grpo", "rewarded:steps", {"temperature": 1.0}),
-        Case("ask-grpo-cold", "rewarded:steps", {"temperature": 0.6}),
+        Case("ask-grpo", "rewarded:steps", {"temperature": 1.0}, seconds=180),
+        Case("ask-grpo-cold", "rewarded:steps", {"temperature": 0.6}, seconds=180),
         Case("ask-sleep-memory", "sleeping:naps", {"disk": False}, gpus=1),
         Case("ask-sleep-disk", "sleeping:naps", {"disk": True}, seconds=90),
     ]

@@ -71,6 +71,6 @@ def other_way(size: Size) -> dict[str, Any]:
 def run(size: Size, device: str, place: Path, temperature: float, steps: int, **more: Any) -> TinyRun:
     """Of `dapo`, whose loss is the sum over tokens of what their ratio multiplies."""
     own = {"grpo.variant": "dapo", "grpo.rounds": 1, "grpo.temperature": temperature, "grpo.chunk": 10**6}
-    tokens = {"grpo.tokens": size.choose(64, 5), "train.global_batch": size.choose(64, 8)}
+    tokens = {"grpo.tokens": size.choose(16, 5), "train.global_batch": size.choose(16, 8)}
     values = {**small(size, **grpo_cases.settings(place)), **own, **tokens, "run.device": device, **more}
     return run_forge(["grpo"], values, steps=steps, name=f"{device}-{len(more)}", folder=place)
