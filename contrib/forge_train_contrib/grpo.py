@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from forge_train import FilePath, Ge, Gt, Job, Lt, Problem, Task, Volatile, hookimpl, section
+from forge_train import FilePath, Ge, Gt, Job, Le, Lt, Problem, Task, Volatile, hookimpl, section
 from forge_train_kit.reference.plugin import ReferencePlugin, ReferenceSection
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ class GRPO(ReferencePlugin):
     weights that the run starts from: with `lora`, the run's own model while its updates are switched off, otherwise a
     second model. With `stale`, a rollout serves several steps, and the ratio of the probabilities of each token, now
     and when it was drawn, is clipped (arXiv:1707.06347, eq. 7). The ratio of fresh answers is exactly 1.
+
+    With `top_k`, `top_p` or `min_p`, in this order as in `forge generate`, the tokens that could be drawn are kept with
+    each drawn one. It is learned with its probability among these alone, by the model, by the reference, and when it is
+    stale: what could not be drawn gets no gradient.
 
     Of all answers that were generated, `grpo.reward` is the mean reward, `grpo.reward_std` the mean of the standard
     deviations of the groups, `grpo.no_signal` the share of groups whose answers have the same reward,
@@ -80,6 +84,12 @@ class GRPO(ReferencePlugin):
         """Longest answer."""
         temperature: Annotated[float, Gt(0)] = 1.0
         """Divides the logits, when answers are drawn and when they are learned."""
+        top_k: Annotated[int, Ge(0)] = 0
+        """Tokens are drawn among this many of the likeliest, and those that are as likely as the last; 0 for all."""
+        top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+        """Tokens are drawn among the fewest likeliest whose probabilities reach this sum."""
+        min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
+        """Tokens are drawn among those whose probability is at least this share of the likeliest one's; 0 for all."""
         batch: Annotated[int, Gt(0), Volatile()] = 32
         """Answers that are generated side by side on each data-parallel rank."""
         variant: Variant = "grpo"
@@ -138,10 +148,12 @@ class GRPO(ReferencePlugin):
         for axis in ("cp", "pp"):
             if getattr(config.parallel, axis) > 1:
                 yield Problem(f"parallel.{axis}", "must be 1 with grpo: answers are scored as a whole, on one rank.")
+        if mine.top_k == 1:
+            yield Problem("grpo.top_k", "must be 0 or at least 2: a group drawn from one token has equal answers.")
         if mine.overlong > mine.tokens:
             yield Problem("grpo.overlong", f"must be at most grpo.tokens = {mine.tokens}.")
         yield from self._unused()
-        if self.compares:
+        if self.compares and config.parallel.pp == 1:
             yield from self.check_reference(config, "its divergence", "grpo.kl")
 
     def _unused(self) -> Iterator[Problem]:

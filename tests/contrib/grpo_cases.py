@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from forge_train_contrib._grpo import task
+from forge_train_contrib._grpo.rollouts import Rollout, Rollouts
+from forge_train_contrib._grpo.rule import Rule
 from forge_train_kit.model import full_tensor
 from forge_train_tools.testing import TinyRun, run_forge
 
@@ -95,6 +102,32 @@ def trained(
         "evaluations": [event for event in run.events if event["event"] == "evaluation"],
         "run": str(run.run),
     }
+
+
+RULES = [*product((0.5, 1.5), (0, 40), (1.0, 0.8), (0.0, 0.05))]
+"""Temperature, top_k, top_p and min_p."""
+
+
+def fresh(folder: str, plugins: Sequence[str], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Take a step with each rule of `RULES`: its ratios, and the metrics."""
+    ratios, make, rule, seen = task.ratios, Rollouts.make, [Rule(1.0, 1)], list[list[float]]()
+
+    def made(self: Rollouts, model: Any, side: Any, number: int, rows: int) -> Rollout:
+        temperature, top_k, top_p, min_p = RULES[number]
+        self._rule = rule[0] = Rule(temperature, self._tokenizer.vocabulary, top_k, top_p, min_p)
+        seen.append([])
+        return make(self, model, side, number, rows)
+
+    def kept(*of: torch.Tensor) -> torch.Tensor:
+        seen[-1] += (found := ratios(*of)).flatten().tolist()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollouts, "make", made)
+        patch.setattr(task, "ratios", kept)
+        patch.setattr(task.Answers, "rule", property(lambda self: rule[0]))
+        ended = trained(folder, plugins, {**config, "adamw.lr": 1e-6}, steps=len(RULES))
+    return [{"ratios": one, **numbers} for one, numbers in zip(seen, ended["numbers"], strict=True)]
 
 
 def begun(folder: str) -> str:

@@ -14,14 +14,26 @@ from forge_train import ConfigError
 from forge_train.base.errors import ForgeError
 from forge_train_contrib._grpo.gym import Gym
 from forge_train_contrib._grpo.rollouts import forget
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.testing import Pool, RunForge, assert_conforms
+from grpo_cases import RULES
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"plugins": ["fsdp2"], "config": {"parallel.dp_shard": 2}},
     "ddp": {"plugins": ["ddp"], "config": {"parallel.dp_replicate": 2}},
     "tp": {"plugins": ["tp"], "config": {"parallel.tp": 2}},
 }
-ALL = {"grpo.stale": 1, "grpo.kl": 0.1, "grpo.temperature": 0.8, "train.evaluate_every": 3, "grpo.held_out": 0.3}
+ALL: dict[str, Any] = {
+    "grpo.stale": 1,
+    "grpo.kl": 0.1,
+    "train.evaluate_every": 3,
+    "grpo.held_out": 0.3,
+    "grpo.temperature": 0.8,
+    "grpo.top_k": 200,
+    "grpo.top_p": 0.9,
+    "grpo.min_p": 0.02,
+}
 """What there is to differ."""
 
 
@@ -94,6 +106,32 @@ def test_two_ranks_equal_one_process(
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
 
 
+@pytest.fixture(scope="module")
+def fresh(ranks: Pool, base: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    config = {"train.init_from": base}
+    (found,) = ranks.run("grpo_cases:fresh", 1, folder=str(tmp_path_factory.mktemp("fresh")), plugins=[], config=config)
+    return list(found)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["alone", "fsdp2", "tp"])
+def test_ratios_of_fresh_answers_are_one_for_any_truncation(
+    ranks: Pool, tmp_path: Path, base: str, fresh: list[dict[str, Any]], layout: str
+) -> None:
+    """To the bit, over temperature, top_k, top_p and min_p; and what was kept of the drawing is what is learned."""
+    if layout == "alone":
+        every = [fresh]
+    else:
+        more = LAYOUTS[layout]
+        config = {**more["config"], "train.init_from": base}
+        every = ranks.run("grpo_cases:fresh", 2, folder=str(tmp_path), plugins=more["plugins"], config=config)
+    for rule, mine, theirs in (each for found in every for each in zip(RULES, found, fresh, strict=True)):
+        assert set(mine["ratios"]) == {1.0}, rule
+        assert 0 < mine["grpo.drift"] < 1e-5, rule
+        for name in ("loss", "grad_norm", "grpo.entropy"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), (name, rule)
+
+
 @pytest.mark.dist
 def test_goes_on_in_the_middle_of_a_rollout(ranks: Pool, tmp_path: Path, base: str) -> None:
     """Stopped after the first of three steps that a rollout serves, and resumed bit for bit."""
@@ -150,6 +188,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no clipping": ({"grpo.clip_low": 0.3}, r"clip_low.*no effect with grpo.stale = 0"),
     "rounds": ({"grpo.rounds": 3}, r"rounds.*'dapo' only"),
     "no reference": ({"grpo.kl": 0.1}, r"starts from random weights, which can't be its reference"),
+    "one token": ({"grpo.top_k": 1}, r"grpo.top_k: must be 0 or at least 2: a group drawn from one token"),
+    "no share": ({"grpo.top_p": 0.0}, r"grpo.top_p"),
     "stored": ({"grpo.stored": "x.json"}, r"nobody knows the answers"),
     "two sources": ({"grpo.gym": "chain_sum", "grpo.reward": "exact"}, r"grpo.prompts.*no effect with grpo.gym"),
     "options of no task": ({"grpo.gym_options": {"size": 3}}, r"gym_options.*no effect without grpo.gym"),
@@ -162,6 +202,18 @@ def test_bad_input_is_told_in_a_sentence(run_forge: RunForge, tmp_path: Path, na
     more, sentence = BAD[name]
     with pytest.raises((ConfigError, ForgeError), match=sentence) as found:
         run_forge(["grpo"], grpo_cases.settings(tmp_path, **more), steps=1)
+    assert "\n" not in str(found.value).strip()
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_layouts_that_cut_an_answer_are_refused_before_anything_starts(tmp_path: Path, axis: str, kl: float) -> None:
+    values = grpo_cases.settings(
+        tmp_path, **{f"parallel.{axis}": 2, "grpo.kl": kl, "train.init_from": "a", "train.steps": 1}
+    )
+    request = Request(plugins=("grpo", axis), set=tuple(f"{key}={value}" for key, value in values.items()))
+    with pytest.raises(ConfigError, match=rf"parallel.{axis}: must be 1 with grpo: answers are scored") as found:
+        resolve(request, world=2)
     assert "\n" not in str(found.value).strip()
 
 

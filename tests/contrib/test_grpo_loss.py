@@ -3,99 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from forge_train import MASKED, Batch
+from forge_train import MASKED
 from forge_train.contract.batch import TOKENS
 from forge_train_contrib._grpo.loader import ADVANTAGE, DRAWN, STALE
 from forge_train_contrib._grpo.rollouts import EPSILON, advantages, penalty
 from forge_train_contrib._grpo.rule import Answer, Rule
-from forge_train_contrib._grpo.task import Answers
-from forge_train_contrib.grpo import GRPO
 from forge_train_kit.metrics import Mean
-from forge_train_kit.model import Linear
 from forge_train_tools.generation.draws import uniform
+from grpo_math import KNOWN, LENGTHS, WORDS, by_hand, case, task_of
 
 pytestmark = [pytest.mark.unit]
-
-WORDS, KNOWN, DIM, LENGTHS = 19, 17, 8, (3, 1, 6, 4)
-"""Logits, tokens of them, and tokens of the answers."""
-
-
-class Reference:
-    """Another model of the same vocabulary."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        self.embedding = nn.Embedding(WORDS, DIM)
-        self.parts = [nn.ModuleDict({"head": filled(1.0)}).requires_grad_(False)]
-
-    def __call__(self, inputs: Tensor) -> Any:
-        return self.embedding(inputs)
-
-
-def filled(scale: float) -> nn.Module:
-    head = Linear(DIM, WORDS)
-    nn.init.normal_(head.weight, std=scale)
-    return head
-
-
-def case(stale: tuple[bool, ...] = (False, True, False, True)) -> tuple[nn.ModuleDict, Tensor, Batch]:
-    """Four answers after a prompt of three tokens, two of them of an earlier model."""
-    torch.manual_seed(0)
-    hidden = torch.randn(4, 10, DIM).requires_grad_()
-    inputs, labels = (torch.randint(0, KNOWN, (4, 10)) for _ in range(2))
-    for row, length in enumerate(LENGTHS):
-        labels[row, :3] = labels[row, 3 + length :] = MASKED
-    batch = Batch(inputs, labels).with_targets(
-        {ADVANTAGE: torch.tensor([1.2, -0.7, 0.4, 2.0]).double(), STALE: torch.tensor(stale)}
-    )
-    drawn = -1 - 6 * torch.rand(4, 10)  # so that ratios are clipped on both sides
-    return nn.ModuleDict({"head": filled(0.7)}), hidden, batch.with_targets({DRAWN: drawn}, axes=TOKENS)
-
-
-def task_of(observed: Mapping[str, Any] | None = None, **options: Any) -> Any:
-    job: Any = SimpleNamespace(models={"reference": Reference()} if options.get("kl") else {})
-    task = Answers(job, GRPO.Config(**options), lambda: observed)
-    task._rule = Rule(task.config.temperature, KNOWN)
-    return task
-
-
-def by_hand(
-    part: nn.ModuleDict, hidden: Tensor, batch: Batch, config: Any, reference: Any = None
-) -> tuple[Tensor, float]:
-    """The loss and the weight."""
-    head = part["head"].weight.double()
-    of_rows = []
-    for row, labels in enumerate(batch.labels.tolist()):
-        terms = []
-        for at, token in enumerate(labels):
-            if token == MASKED:
-                continue
-            logits = (head @ hidden[row, at].double())[:KNOWN] / config.temperature
-            now = logits[token] - logits.exp().sum().log()
-            old = batch.targets[DRAWN][row, at].double() if batch.targets[STALE][row] else now.detach()
-            ratio, advantage = (now - old).exp(), batch.targets[ADVANTAGE][row]
-            bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-            term = -torch.minimum(ratio * advantage, bounded * advantage)
-            if config.kl:
-                theirs = reference.parts[0]["head"].weight.double() @ reference(batch.inputs)[row, at].double()
-                theirs = theirs[:KNOWN] / config.temperature
-                apart = theirs[token] - theirs.exp().sum().log() - now
-                term = term + config.kl * (apart.exp() - apart - 1)
-            terms.append(term)
-        of_rows.append(torch.stack(terms))
-    if config.variant == "dapo":
-        return torch.cat(of_rows).sum(), sum(LENGTHS)
-    if config.variant == "dr_grpo":
-        return torch.stack([one.sum() for one in of_rows]).sum() / config.tokens, len(LENGTHS)
-    return torch.stack([one.mean() for one in of_rows]).sum(), len(LENGTHS)
 
 
 @pytest.mark.parametrize("chunk", [0, 8, 1000])
@@ -190,7 +113,8 @@ def test_tokens_are_drawn_from_the_distribution_that_is_learned() -> None:
     counts = torch.zeros(WORDS)
     for number in range(4000):
         row = Answer(number, (1, 2), 3, rule, frozenset({5}), seed=3)
-        token, log_probability = row.choose(logits)
+        token, log_probability, drawable = row.choose(logits)
+        assert drawable is None
         counts[token] += 1
         assert log_probability == pytest.approx(float(known[token]), abs=1e-6)
     assert not counts[KNOWN:].any(), "ids that are no tokens are never drawn"
@@ -205,13 +129,13 @@ def test_a_draw_depends_on_its_place_alone() -> None:
 
 def test_an_answer_ends_with_its_token_or_its_length() -> None:
     row = Answer(0, (1, 2), 3, Rule(1.0, KNOWN), frozenset({5}), seed=0)
-    row.add((4, -1.0))
+    row.add((4, -1.0, None))
     assert not row.done
-    row.add((5, -2.0))
+    row.add((5, -2.0, None))
     assert row.done
     assert (row.ended, row.answer, row.drawn) == (True, [4, 5], [-1.0, -2.0])
     row = Answer(0, (1, 2), 1, Rule(1.0, KNOWN), frozenset({5}), seed=0)
-    row.add((4, -1.0))
+    row.add((4, -1.0, None))
     assert (row.done, row.ended) == (True, False)
 
 

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from forge_train import MASKED, Batch, Job, Model
-from forge_train.contract.batch import TOKENS
+from forge_train.contract.batch import TOKENS, Axes
 from forge_train_kit.data.held_out import Side
 
 from .rollouts import Rollout, Rollouts
 
-ADVANTAGE, STALE, DRAWN = "grpo.advantage", "grpo.stale", "grpo.drawn"
+ADVANTAGE, STALE, DRAWN, DRAWABLE = "grpo.advantage", "grpo.stale", "grpo.drawn", "grpo.drawable"
 """Targets: the advantage of each answer, `[batch]` fp64; whether the model has learned since it was drawn, `[batch]`
-bool; and the log-probability of each label when it was drawn, `[batch, sequence]` fp32."""
+bool; the log-probability of each label when it was drawn, `[batch, sequence]` fp32; and, where a distribution was
+truncated, the ids that could be drawn for labels: `[ids, 2]` int64, the label's place in the flattened batch and an
+id."""
 
 
 class AnswerLoader:
@@ -61,7 +63,18 @@ class AnswerLoader:
         stale = (rows >= self._step) & (self._side == "train")
         made = Batch(tokens[:, :-1].clone(), labels)
         made = made.with_targets({ADVANTAGE: found.advantage[rows], STALE: stale})
-        return made.with_targets({DRAWN: found.drawn[rows, 1:]}, axes=TOKENS)
+        made = made.with_targets({DRAWN: found.drawn[rows, 1:]}, axes=TOKENS)
+        if not len(found.drawable):
+            return made
+        return made.with_targets({DRAWABLE: self._drawable(rows)}, axes=Axes(batch=None))
+
+    def _drawable(self, rows: Tensor) -> Tensor:
+        found, length = self.rollout, self.rollout.tokens.shape[1]
+        places = torch.repeat_interleave(found.choices.flatten())
+        here = torch.full((self._size,), -1)
+        here[rows] = torch.arange(len(rows))
+        row, place = here[places // length], places % length - 1
+        return torch.stack([row * (length - 1) + place, found.drawable.long()], 1)[row >= 0]
 
     def state_dict(self) -> dict[str, Any]:
         return {"sequences": self._position}

@@ -63,12 +63,17 @@ class Rollout:
     """`[rows]` fp64."""
     drawn: Tensor
     """Log-probability of the token at each place when it was drawn, `[rows, sequence + 1]` fp32."""
+    choices: Tensor
+    """Number of ids that the token at each place was drawn from, `[rows, sequence + 1]` int64; 0 for all."""
+    drawable: Tensor
+    """These ids, place by place, `[sum of choices]` int32."""
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Rollout:
         row = torch.zeros(rows, dtype=torch.int64)
         tokens = torch.zeros(rows, length, dtype=torch.int64)
-        return cls(-1, tokens, row, row.clone(), row.double(), torch.zeros(rows, length))
+        none = torch.zeros(0, dtype=torch.int32)
+        return cls(-1, tokens, row, row.clone(), row.double(), torch.zeros(rows, length), tokens.clone(), none)
 
     def state_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -107,7 +112,7 @@ class Rollouts:
         self._reward, self._prompts = gym or Reward(config.reward), Prompts(job, config, gym)
         self._kept = False
         """True once samples were kept."""
-        self._rule = Rule(config.temperature, self._tokenizer.vocabulary)
+        self._rule = Rule.of(config, self._tokenizer.vocabulary)
 
     @property
     def stale(self) -> int:
@@ -180,12 +185,16 @@ class Rollouts:
         found.number = number
         rewards = torch.stack([group.rewards for group in groups])
         found.advantage = advantages(rewards, scaled=self._config.variant != "dr_grpo").flatten()
-        for row, answer in enumerate(chain.from_iterable(group.answers for group in groups)):
+        answers = [*chain.from_iterable(group.answers for group in groups)]
+        for row, answer in enumerate(answers):
             end = len(answer.ids)
             found.tokens[row, :end] = torch.tensor(answer.ids)
             found.first[row] = answer.prompt
             found.stop[row] = end if row < kept * size else answer.prompt
             found.drawn[row, answer.prompt : end] = torch.tensor(answer.drawn)
+            if answer.drawable:
+                found.choices[row, answer.prompt : end] = torch.tensor([len(one) for one in answer.drawable])
+        found.drawable = torch.cat([found.drawable, *(one for answer in answers for one in answer.drawable)])
         return found
 
     def _observe(self, groups: Sequence[Group]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from forge_train_tools.generation.draws import uniform
+from forge_train_tools.generation.sampling import Distribution, Sampling
 
 LOWEST = -1e30
-"""The logit of an id that is no token: its probability is 0, and 0 times its logarithm is too."""
+"""The logit of an id that can't be drawn: its probability is 0, and 0 times its logarithm is too."""
 
 
 @dataclass(frozen=True)
@@ -21,30 +23,87 @@ class Rule:
     Args:
         temperature: divides the logits.
         vocabulary: of the tokenizer; a model may have logits beyond it.
+        top_k: see `Sampling`, also for the others.
     """
 
     temperature: float
     vocabulary: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
-    def scores(self, logits: Tensor) -> Tensor:
-        """The logits of the distribution, fp32 and of the same shape and placement; vocabulary on the last axis."""
-        scores = logits.float() / self.temperature
-        if (size := logits.shape[-1]) <= self.vocabulary:
-            return scores
-        outside = torch.zeros(size, device=logits.device)
-        outside[self.vocabulary :] = LOWEST
-        return scores + _placed(outside, scores)
+    @classmethod
+    def of(cls, config: Any, vocabulary: int) -> Rule:
+        return cls(config.temperature, vocabulary, config.top_k, config.top_p, config.min_p)
+
+    @property
+    def truncates(self) -> bool:
+        """True if some tokens can't be drawn."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    def distribution(self, logits: Tensor) -> Distribution:
+        """Of the next token, from `[vocabulary]` on the CPU."""
+        return Distribution.of(logits[: self.vocabulary], self._sampling, ())
+
+    def scores(self, logits: Tensor, drawable: Tensor | None = None) -> Tensor:
+        """The logits of the distribution, fp32 and of the same shape and placement; vocabulary on the last axis.
+
+        Args:
+            logits: of the model.
+            drawable: the tokens that could be drawn at each place, bool of the same shape; None for all.
+        """
+        scores, size = logits.float() / self.temperature, logits.shape[-1]
+        if drawable is None:
+            if size <= self.vocabulary:
+                return scores
+            drawable = torch.arange(size, device=logits.device) < self.vocabulary
+        return scores.masked_fill(_placed(~drawable, scores), LOWEST)
+
+    @cached_property
+    def _sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
 
-def _placed(row: Tensor, like: Tensor) -> Tensor:
-    """A row that every rank has, sharded as the last axis of another tensor is."""
+def _placed(values: Tensor, like: Tensor) -> Tensor:
+    """Values that every rank has, sharded along their last axis as another tensor is along its own."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     if not isinstance(like, DTensor):
-        return row
-    last = like.dim() - 1
-    places = [Shard(0) if one.is_shard(last) else Replicate() for one in like.placements]
-    return cast("Tensor", distribute_tensor(row, like.device_mesh, places, src_data_rank=None))
+        return values
+    theirs, last = like.dim() - 1, values.dim() - 1
+    places = [Shard(last) if one.is_shard(theirs) else Replicate() for one in like.placements]
+    return cast("Tensor", distribute_tensor(values, like.device_mesh, places, src_data_rank=None))
+
+
+@dataclass(frozen=True)
+class Drawable:
+    """The tokens that could be drawn at each place of a micro-batch, as they were found when answers were drawn.
+
+    Args:
+        entries: `[tokens, 2]` int64: a place, row · sequence + position, and an id. A place without any had them all.
+        places: number of places.
+        vocabulary: of the tokenizer.
+    """
+
+    entries: Tensor
+    places: int
+    vocabulary: int
+
+    def at(self, places: Tensor, size: int) -> Tensor:
+        """Of some places, `[…, size]` bool.
+
+        Args:
+            places: their numbers, `[…]`, each once.
+            size: number of logits.
+        """
+        device, count = places.device, places.numel()
+        asked = torch.full((self.places,), count, device=device)
+        asked[places.flatten()] = torch.arange(count, device=device)
+        found = torch.zeros(count + 1, size, dtype=torch.bool, device=device)  # the last row is of other places
+        found[asked[self.entries[:, 0]], self.entries[:, 1]] = True
+        known = torch.arange(size, device=device) < self.vocabulary
+        found = found[:-1]
+        return (found | (known & ~found.any(1, keepdim=True))).view(*places.shape, size)
 
 
 class Answer:
@@ -66,6 +125,8 @@ class Answer:
         self.done = self.ended = False
         self.drawn: list[float] = []
         """Log-probabilities of the tokens of the answer."""
+        self.drawable: list[Tensor] = []
+        """Ids that could be drawn in the place of each, `[ids]` int32; none if all could."""
         self._rule, self._ends, self._seed = rule, ends, seed
 
     @property
@@ -73,16 +134,17 @@ class Answer:
         """Its tokens, the one that ends it included."""
         return self.ids[self.prompt :]
 
-    def choose(self, logits: Tensor) -> tuple[int, float]:
-        """Draw a token: the first whose sum of probabilities, in the order of ids, exceeds the number of its place."""
-        known = self._rule.scores(logits).double().log_softmax(0)
-        sums = known.exp().cumsum(0)
-        place = uniform(self._seed, self.number, len(self.ids)) * float(sums[-1])
-        token = min(int(torch.searchsorted(sums, place, right=True)), self._rule.vocabulary - 1)
-        return token, float(known[token])
+    def choose(self, logits: Tensor) -> tuple[int, float, Tensor | None]:
+        """Draw a token: it, its log-probability, and the ids that could be drawn; None for all."""
+        found = self._rule.distribution(logits)
+        token = found.draw(uniform(self._seed, self.number, len(self.ids)))
+        return token, found.log_probability(token), found.ids.int() if self._rule.truncates else None
 
-    def add(self, choice: tuple[int, float]) -> None:
-        self.ids.append(choice[0])
-        self.drawn.append(choice[1])
-        self.ended = choice[0] in self._ends
+    def add(self, choice: tuple[int, float, Tensor | None]) -> None:
+        token, log_probability, drawable = choice
+        self.ids.append(token)
+        self.drawn.append(log_probability)
+        if drawable is not None:
+            self.drawable.append(drawable)
+        self.ended = token in self._ends
         self.done = self.ended or len(self.drawn) == self.most

@@ -17,8 +17,8 @@ from forge_train_kit.model import is_imagined, sum_in_chunks, without_updates
 from forge_train_kit.model.chunks import chosen
 from forge_train_kit.reference.plugin import REFERENCE
 
-from .loader import ADVANTAGE, DRAWN, STALE
-from .rule import Rule
+from .loader import ADVANTAGE, DRAWABLE, DRAWN, STALE
+from .rule import Drawable, Rule
 
 KL = 3
 """Place of k3 among the sums of `Objective`."""
@@ -55,14 +55,15 @@ class Answers:
             share = share / learned.sum(1, keepdim=True).clamp(min=1)
         elif config.variant == "dr_grpo":
             share = share / config.tokens
-        along = [targets[ADVANTAGE][:, None].expand(labels.shape), targets[STALE][:, None].expand(labels.shape)]
-        along += [targets[DRAWN], share]
-        reference = self._reference(part, batch)
+        drawable = self._drawable(batch)
+        of_rows = [targets[name][:, None].expand(labels.shape) for name in (ADVANTAGE, STALE)]
+        along = [places_of(labels), *of_rows, targets[DRAWN], share]
+        reference = self._reference(part, batch, drawable)
         if reference is not None:
             along.append(reference)
         head = part.get_submodule("head")
         metrics = self.observed()
-        objective = Objective(head, self.rule, config, metrics is not None)
+        objective = Objective(head, self.rule, config, metrics is not None, drawable)
         total, seen = sum_in_chunks(objective, head, config.chunk, hidden, labels, *along)
         if metrics is not None:
             self._observe(metrics, seen)
@@ -77,7 +78,7 @@ class Answers:
     @property
     def rule(self) -> Rule:
         if self._rule is None:
-            self._rule = Rule(self.config.temperature, hookspecs.tokenizer(self.job).vocabulary)
+            self._rule = Rule.of(self.config, hookspecs.tokenizer(self.job).vocabulary)
         return self._rule
 
     def _observe(self, metrics: Mapping[str, Any], seen: Tensor) -> None:
@@ -91,31 +92,58 @@ class Answers:
             if name in metrics:
                 metrics[name].update(value / count.clamp(min=1), weights=count)
 
+    def _drawable(self, batch: Batch) -> Drawable | None:
+        entries = batch.targets.get(DRAWABLE)
+        return None if entries is None else Drawable(entries, batch.labels.numel(), self.rule.vocabulary)
+
     @torch.no_grad()
-    def _reference(self, part: nn.Module, batch: Batch) -> Tensor | None:
-        """The reference's log-probability of each label, `[batch, sequence]` fp64; None without a reference."""
+    def _reference(self, part: nn.Module, batch: Batch, drawable: Drawable | None) -> Tensor | None:
+        """The reference's log-probability of each label, among the ids that could be drawn: `[batch, sequence]` fp64;
+        None without a reference."""
         if not self.config.kl:
             return None
         if self.own_reference:
             with without_updates(part):
                 hidden = part(batch.inputs, **batch.model_inputs())
-                return self._scores(part.get_submodule("head"), hidden, batch.labels)
+                return self._scores(part.get_submodule("head"), hidden, batch.labels, drawable)
         model = self.job.models[REFERENCE]
         hidden = model(batch.inputs, **batch.model_inputs())
-        return self._scores(model.parts[-1].get_submodule("head"), hidden, batch.labels)
+        return self._scores(model.parts[-1].get_submodule("head"), hidden, batch.labels, drawable)
 
-    def _scores(self, head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _scores(self, head: nn.Module, hidden: Tensor, labels: Tensor, drawable: Drawable | None) -> Tensor:
         length = max(1, (self.config.chunk or chosen(labels.numel(), head)) // len(labels))
-        pieces = zip(torch.split(hidden, length, 1), torch.split(labels, length, 1), strict=True)
-        return torch.cat([log_probabilities(self.rule.scores(head(one)), other)[0] for one, other in pieces], 1)
+        pieces = zip(*(torch.split(one, length, 1) for one in (hidden, labels, places_of(labels))), strict=True)
+        found = (log_probabilities(self.rule, head(one), its, at, drawable) for one, its, at in pieces)
+        return torch.cat([each for each, _ in found], 1)
 
 
-def log_probabilities(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def places_of(labels: Tensor) -> Tensor:
+    """The number of each label in the flattened batch, of the same shape."""
+    return torch.arange(labels.numel(), device=labels.device).view(labels.shape)
+
+
+def log_probabilities(
+    rule: Rule, logits: Tensor, labels: Tensor, places: Tensor, drawable: Drawable | None
+) -> tuple[Tensor, Tensor]:
     """The log-probability of each label, `[batch, sequence]` fp64 and 0 where it is masked; and those of all tokens,
-    `[batch × sequence, vocabulary]`, sharded as the scores are."""
+    `[batch × sequence, vocabulary]`, sharded as the logits are.
+
+    Args:
+        rule: how the labels were drawn.
+        logits: `[batch, sequence, vocabulary]`.
+        labels: `[batch, sequence]`.
+        places: their numbers in the micro-batch.
+        drawable: what they were drawn from; None for all tokens.
+    """
+    scores = rule.scores(logits, None if drawable is None else drawable.at(places, logits.shape[-1]))
     known = F.log_softmax(scores.flatten(0, 1), -1)
     each = full_tensor(F.nll_loss(known, labels.flatten(), ignore_index=MASKED, reduction="none"))
     return -each.double().view(labels.shape), known
+
+
+def ratios(now: Tensor, drawn: Tensor, stale: Tensor) -> Tensor:
+    """Of the probability of each label now and when it was drawn; of a fresh one 1, whatever is rounded how."""
+    return (now - now.detach().where(~stale, drawn.double())).exp()
 
 
 @dataclass
@@ -127,17 +155,20 @@ class Objective:
         rule: how the labels were drawn.
         config: of the plugin.
         observed: whether the entropy is asked for.
+        drawable: what the labels were drawn from; None for all tokens.
     """
 
     head: nn.Module
     rule: Rule
     config: Any
     observed: bool
+    drawable: Drawable | None = None
 
     def __call__(
         self,
         hidden: Tensor,
         labels: Tensor,
+        places: Tensor,
         advantage: Tensor,
         stale: Tensor,
         drawn: Tensor,
@@ -150,6 +181,7 @@ class Objective:
         Args:
             hidden: `[batch, sequence, dim]`; all others are `[batch, sequence]`.
             labels: where −100 is masked.
+            places: their numbers in the micro-batch.
             advantage: of the answer that a label belongs to.
             stale: whether the model has learned since the label was drawn.
             drawn: its log-probability then.
@@ -157,10 +189,8 @@ class Objective:
             reference: the log-probability that the reference gives it.
         """
         config, learned = self.config, labels != MASKED
-        now, known = log_probabilities(self.rule.scores(self.head(hidden)), labels)
-        # Of a fresh answer it is 0, whatever is rounded how.
-        log_ratio = now - now.detach().where(~stale, drawn.double())
-        ratio = log_ratio.exp()
+        now, known = log_probabilities(self.rule, self.head(hidden), labels, places, self.drawable)
+        ratio = ratios(now, drawn, stale)
         plain, clipped = ratio * advantage, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage
         losses, k3 = -torch.minimum(plain, clipped), torch.zeros_like(now)
         if reference is not None:
