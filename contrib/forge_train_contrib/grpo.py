@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from forge_train import FilePath, Ge, Gt, Job, Le, Lt, Problem, Task, Volatile, hookimpl, section
+from forge_train import ExtraModel, FilePath, Ge, Gt, Job, Le, Lt, Problem, Task, Volatile, hookimpl, section
 from forge_train_kit.reference.plugin import ReferencePlugin, ReferenceSection
 
 if TYPE_CHECKING:
+    import torch
+
     from forge_train import Finished, Loader, Metric, Model
     from forge_train.config import Config as RunConfig
 
@@ -34,6 +36,9 @@ class GRPO(ReferencePlugin):
     - `dapo` (arXiv:2503.14476) takes the mean over all tokens, clips further above than below, and replaces prompts
       whose answers all have the same reward by others, up to `rounds` times; groups that are still without a signal are
       left out. Its penalty for long answers is `overlong`.
+
+    The reward is a function (`reward`), a task of reasoning-gym (`gym`), or a model that was trained by `reward`
+    (`reward_model`), which reads the prompt, the answer and its end.
 
     `kl` adds the divergence from a reference (k3 of Schulman, http://joschu.net/blog/kl-approx.html), by default the
     weights that the run starts from: with `lora`, the run's own model while its updates are switched off, otherwise a
@@ -73,6 +78,11 @@ class GRPO(ReferencePlugin):
         reward: Annotated[str, FilePath(words=("exact",), dotted=True)] = "exact"
         """The reward: `exact` is 1 if the answer is the text in the record's field `answer` (white space at both ends
         aside), and 0 otherwise; or your function, as `package.module:function` or `file.py:function`."""
+        reward_model: Annotated[str, FilePath()] = ""
+        """A run or a checkpoint of `reward`, whose rewards take the place of `reward`: those of the prompt, the answer
+        and the end, as a text, or as a chat that `template` writes."""
+        reward_weight: Annotated[float, Ge(0)] = 0.0
+        """With `reward_model`: weight of `reward`, or of the task's reward, which is added to the model's."""
         gym: str = ""
         """A task of reasoning-gym, such as `chain_sum`, in the place of `prompts` and `reward`; needs
         `pip install 'forge-train[rl]'`."""
@@ -123,18 +133,8 @@ class GRPO(ReferencePlugin):
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
-        from ._grpo.rewards import EXACT, find
-
         mine, train = self.config, config.train
-        if not (mine.prompts or mine.gym):
-            yield Problem("grpo.prompts", "required: your prompts, such as prompts.jsonl.", data=True)
-        if text := find(mine.reward)[1]:
-            yield Problem("grpo.reward", text)
-        if mine.gym:
-            for key in (key for key, usual in (("prompts", ""), ("reward", EXACT)) if getattr(mine, key) != usual):
-                yield Problem(f"grpo.{key}", "has no effect with grpo.gym, whose tasks have both; remove one.")
-        elif mine.gym_options:
-            yield Problem("grpo.gym_options", "has no effect without grpo.gym.")
+        yield from self._check_rewards()
         sizes = [("train.global_batch", (1 + mine.stale) * train.global_batch, "a rollout")]
         if train.evaluate_every:
             sizes += [("train.evaluate_batches", train.evaluate_batches * train.global_batch, "an evaluation")]
@@ -156,6 +156,24 @@ class GRPO(ReferencePlugin):
         if self.compares and config.parallel.pp == 1:
             yield from self.check_reference(config, "its divergence", "grpo.kl")
 
+    def _check_rewards(self) -> Iterator[Problem]:
+        from ._grpo.rewards import EXACT, find
+
+        mine = self.config
+        if not (mine.prompts or mine.gym):
+            yield Problem("grpo.prompts", "required: your prompts, such as prompts.jsonl.", data=True)
+        if text := find(mine.reward)[1]:
+            yield Problem("grpo.reward", text)
+        if mine.reward_weight and not mine.reward_model:
+            yield Problem("grpo.reward_weight", "has no effect without grpo.reward_model.")
+        if mine.reward_model and not mine.reward_weight and mine.reward != EXACT:
+            yield Problem("grpo.reward", "has no effect with grpo.reward_model, unless grpo.reward_weight is above 0.")
+        if mine.gym:
+            for key in (key for key, usual in (("prompts", ""), ("reward", EXACT)) if getattr(mine, key) != usual):
+                yield Problem(f"grpo.{key}", "has no effect with grpo.gym, whose tasks have both; remove one.")
+        elif mine.gym_options:
+            yield Problem("grpo.gym_options", "has no effect without grpo.gym.")
+
     def _unused(self) -> Iterator[Problem]:
         mine = self.config
         low, high = CLIP[mine.variant]
@@ -169,6 +187,29 @@ class GRPO(ReferencePlugin):
             yield Problem("grpo.stored", "can't be used: nobody knows the answers before they are generated.")
         if mine.rounds > 1 and mine.variant != "dapo":
             yield Problem("grpo.rounds", "has an effect with grpo.variant = 'dapo' only.")
+
+    @hookimpl
+    def extra_models(self, job: Job) -> Iterable[ExtraModel]:
+        from forge_train_kit.own_sections import saved_model
+
+        from ._grpo.judge import JUDGE, KEY
+
+        yield from super().extra_models(job)
+        if weights := self.config.reward_model:
+            yield saved_model(job, JUDGE, weights, head="rewards", key=KEY)
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the vocabularies of the extra models with the run's.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        from forge_train_kit.model_files import expect_same_words
+
+        super().on_start(job, model, optimizer)
+        if weights := self.config.reward_model:
+            expect_same_words(job, weights, "grpo.reward_model")
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:

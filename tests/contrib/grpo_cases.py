@@ -130,6 +130,28 @@ def fresh(folder: str, plugins: Sequence[str], config: Mapping[str, Any]) -> lis
     return [{"ratios": one, **numbers} for one, numbers in zip(seen, ended["numbers"], strict=True)]
 
 
+def judge(folder: str, **more: Any) -> str:
+    """A run of a reward model, wider and deeper than the run's model."""
+    words = "".join(
+        json.dumps({"prompt": word, "chosen": " early 0123", "rejected": " zz top"}) + "\n" for word in WORDS * 4
+    )
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (file := Path(folder) / "pairs.jsonl").write_text(words, encoding="utf-8")
+    config = {
+        "text_pairs.path": str(file),
+        "text_pairs.template": "plain",
+        "train.sequence": 64,
+        "checkpoint.every": 20,
+        "decoder.dim": 48,
+        "decoder.layers": 3,
+        "decoder.max_sequence": 80,
+        "adamw.lr": 1e-2,
+        "train.global_batch": 8,
+        **more,
+    }
+    return str(run_forge(["reward", "text_pairs"], config, steps=20, folder=Path(folder)).run)
+
+
 def begun(folder: str) -> str:
     """A run to start from."""
     config = {"checkpoint.every": 1, "decoder.vocabulary": VOCABULARY}

@@ -22,8 +22,9 @@ def metrics(run: str) -> list[dict[str, Any]]:
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    make, rules = blocks(PAGE, "python")
-    exec(make, {})  # what a reader would type
+    make, rules, pairs = blocks(PAGE, "python")
+    for text in (make, pairs):
+        exec(text, {})  # what a reader would type
     Path("rules.py").write_text(rules, encoding="utf-8")
     for name, text in zip(("guess.toml", "answers.toml"), blocks(PAGE, "toml"), strict=True):
         Path(name).write_text(text, encoding="utf-8")
@@ -36,3 +37,4 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert mine["grpo.reward"] == theirs["grpo.reward"]
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
     assert any(line["grpo.reward"] for line in metrics("answers"))
+    assert metrics("judged")[0]["grpo.reward"] != metrics("answers")[0]["grpo.reward"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from forge_train import ConfigError, Job
 from forge_train_kit import hookspecs, model_files
-from forge_train_kit.data.chats import open_template
+from forge_train_kit.data.chats import Segments, open_template, tokenise_ended
 from forge_train_kit.data.chats.beside import turn_end
 from forge_train_kit.data.chats.calls import tools_of
 from forge_train_kit.data.chats.records import check_beside, messages_of, with_system
@@ -55,8 +56,7 @@ class Prompts:
         self._job, self._config, self._tokenizer = job, config, hookspecs.tokenizer(job)
         self.ends = frozenset(self._tokenizer.stops)
         """Tokens that end an answer."""
-        self._template: Template | None = None
-        self._exact = config.reward == EXACT and gym is None
+        self._exact = config.reward == EXACT and gym is None and (config.reward_weight > 0 or not config.reward_model)
         self._sides: dict[Side, list[Prompt]] = {"train": [], "validation": []}
         for where, record in gym.records(chat=bool(config.template)) if gym else self._records():
             prompt = self._prompt(where, record)
@@ -110,16 +110,28 @@ class Prompts:
             )
         return Prompt(where, text, tuple(ids), record)
 
+    def with_answer(self, prompt: Prompt, answer: str) -> list[int]:
+        """A prompt and an answer to it, a text or a chat, and its end: as preferences are written for training."""
+        record, where, begin, end = prompt.record, prompt.where, self._tokenizer.begin, self._tokenizer.end
+        if record.get("messages") is None:
+            ids = self._tokenizer.encode(prompt.text + answer)
+            ids = ids if tuple(ids[: len(begin)]) == begin else [*begin, *ids]
+            return ids if end is None or ids[-1] in self.ends else [*ids, end]
+        messages = with_system(record, messages_of(record["messages"], f"{where}: messages"), where)
+        chat = [*messages, {"role": "assistant", "content": answer}]
+        text = self._written.render(chat, tools_of(record.get("tools"), where))[0]
+        found: list[int] = tokenise_ended(self._tokenizer, self._written, Segments(text, ()), self.ends)[0].tolist()
+        return found
+
     def _chat(self, where: str, record: Mapping[str, Any]) -> str:
         check_beside(record, where)
         messages = with_system(record, messages_of(record["messages"], f"{where}: messages"), where)
         if not messages or messages[-1]["role"] == "assistant":
             raise ConfigError(f"{where}: messages: expected a last message for the assistant to answer.")
-        if self._template is None:
-            self._template = self._opened()
-        return self._template.render(messages, tools_of(record.get("tools"), where), generation_prompt=True)[0]
+        return self._written.render(messages, tools_of(record.get("tools"), where), generation_prompt=True)[0]
 
-    def _opened(self) -> Template:
+    @cached_property
+    def _written(self) -> Template:
         section, key = model_files.option(self._job.hooks) or ("", "")
         path = Path(getattr(self._job.config.sections[section], key) if section else "")
         folder = path.parent if path.name == model_files.TOKENIZER else path

@@ -21,6 +21,7 @@ from forge_train_kit.data.held_out import Side
 from forge_train_tools.generation.engine import run
 
 from .gym import Gym
+from .judge import Judge
 from .prompts import Prompt, Prompts, shown
 from .rewards import Reward
 from .rule import Answer, Rule
@@ -110,6 +111,7 @@ class Rollouts:
         self._tokenizer = hookspecs.tokenizer(job)
         gym = Gym(config.gym, config.gym_options, job.seed) if config.gym else None
         self._reward, self._prompts = gym or Reward(config.reward), Prompts(job, config, gym)
+        self._judge = Judge(job, self._prompts, config.batch) if config.reward_model else None
         self._kept = False
         """True once samples were kept."""
         self._rule = Rule.of(config, self._tokenizer.vocabulary)
@@ -158,22 +160,29 @@ class Rollouts:
         made = partial(Answer, most=self._config.tokens, rule=self._rule, ends=self._prompts.ends, seed=self._job.seed)
         answers = [made(offset + at * size + nth, one.ids) for at, one in enumerate(prompts) for nth in range(size)]
         deque(run(self._job, model, iter(answers), slots=self._config.batch), maxlen=0)  # they end in any order
-        rewards = self._job.dist.on_main(lambda: self._rewarded(prompts, answers))
+        each = [prompt for prompt in prompts for _ in range(size)]
+        judged = self._judge(each, [self._text(one) for one in answers]) if self._judge else None
+        rewards = self._job.dist.on_main(lambda: self._rewarded(each, answers, judged))
         return [Group(prompt, answers[at * size : (at + 1) * size], rewards[at]) for at, prompt in enumerate(prompts)]
 
-    def _rewarded(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Tensor:
-        """`[prompts, group]` fp64."""
-        size = self._config.group
-        each = [prompt for prompt in prompts for _ in range(size)]
-        found = self._reward(
-            [one.text for one in each],
-            [self._text(one) for one in answers],
-            [one.record for one in each],
-            [one.where for one in each],
-        )
+    def _rewarded(self, each: Sequence[Prompt], answers: Sequence[Answer], judged: Sequence[float] | None) -> Tensor:
+        """`[prompts, group]` fp64.
+
+        Args:
+            each: the prompt of each answer.
+            answers: to them.
+            judged: rewards by the reward model, if there is one.
+        """
         most, buffer = self._config.tokens, self._config.overlong
-        lost = [penalty(len(one.drawn), most, buffer) for one in answers]
-        return (torch.tensor(found, dtype=torch.float64) - torch.tensor(lost, dtype=torch.float64)).view(-1, size)
+        total = -torch.tensor([penalty(len(one.drawn), most, buffer) for one in answers], dtype=torch.float64)
+        weight = 1.0 if judged is None else self._config.reward_weight
+        if judged is not None:
+            total += torch.tensor(judged, dtype=torch.float64)
+        if weight:
+            texts, written = [one.text for one in each], [self._text(one) for one in answers]
+            found = self._reward(texts, written, [one.record for one in each], [one.where for one in each])
+            total += weight * torch.tensor(found, dtype=torch.float64)
+        return total.view(-1, self._config.group)
 
     def _text(self, answer: Answer) -> str:
         ids = answer.answer

@@ -47,24 +47,23 @@ def told_of(what: str) -> Iterator[None]:
 
 def _job(job: Job, spec: ExtraModel) -> Job:
     """Observers and `without` are left out. The seed is the model's own: it does not start as the first does."""
-    enabled = [one for one in job.hooks.enabled.values() if not one.observer and one.name not in spec.without]
-    names = [one.name for one in enabled]
+    known = {**job.hooks.enabled, **spec.plugins}
+    enabled = [one for name, one in sorted(known.items()) if not one.observer and name not in spec.without]
     for name in (*spec.sections, *spec.without):
-        if name not in job.hooks.enabled:
-            raise ConfigError(f"there is no plugin {name!r} in this run.{nearest(name, job.hooks.enabled)}")
-    mistakes: list[str] = []
-    sections = {}
+        if name not in known:
+            raise ConfigError(f"there is no plugin {name!r} in this run.{nearest(name, known)}")
+    mistakes, sections = list[str](), dict[str, object]()
     for one in enabled:
-        own = {**plain(job.config.sections[one.name]), **spec.sections.get(one.name, {})}
-        given: dict[Key, Value] = {(key,): Value(value, OWN) for key, value in own.items()}
+        values = plain(job.config.sections[one.name]) if one.name in job.config.sections else {}
+        values |= spec.sections.get(one.name, {})
+        given: dict[Key, Value] = {(key,): Value(value, OWN) for key, value in values.items()}
         sections[one.name] = validate(one.name, one.cls.Config, given, mistakes)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     seed = int.from_bytes(hashlib.blake2b(f"{job.seed}/{spec.name}".encode(), digest_size=7).digest(), "little")
-    config: Config = dataclasses.replace(
-        job.config, run=dataclasses.replace(job.config.run, seed=seed), sections=sections, origins={}
-    )
-    defaults = {slot: name for slot, name in job.hooks.defaults.items() if name in names}
+    run = dataclasses.replace(job.config.run, seed=seed)
+    config: Config = dataclasses.replace(job.config, run=run, sections=sections, origins={})
+    defaults = {slot: name for slot, name in job.hooks.defaults.items() if name in sections}
     hooks = Hooks([(one, instance(one, sections[one.name])) for one in enabled], defaults, job.hooks.specs)
     if problems := [one for one in hooks.check_config(config) if not one.data]:  # those of the run were checked
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))

@@ -203,6 +203,8 @@ class ExtraModel:
     """True if the optimizer updates it and checkpoints store its weights; otherwise it has no gradients."""
     without: tuple[str, ...] = ()
     """Plugins that take no part in it, such as an adapter of the first model."""
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    """Name → plugin (`EnabledPlugin`) that takes part in it alone, such as another head's."""
     keys: str = ""
     """The keys that say which model it is, for messages: `distill.weights, distill.teacher`."""
 
