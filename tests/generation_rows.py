@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,13 @@ from forge_train.contract.model import Model
 from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
+from forge_train_tools.generation.drafting import Drafts
 from forge_train_tools.generation.engine import run
+
+
+class Found(NamedTuple):
+    id: int
+    seen: Tensor
 
 
 @dataclass
@@ -31,10 +37,10 @@ class Greedy:
     def __post_init__(self) -> None:
         self.prompt = len(self.ids)
 
-    def choose(self, logits: Tensor) -> tuple[int, Tensor]:
-        return int(logits.argmax()), logits.log_softmax(0)
+    def choose(self, logits: Tensor) -> Found:
+        return Found(int(logits.argmax()), logits.log_softmax(0))
 
-    def add(self, choice: tuple[int, Tensor]) -> None:
+    def add(self, choice: Found) -> None:
         token, seen = choice
         self.ids.append(token)
         self.seen.append(seen)
@@ -57,9 +63,10 @@ def requests(count: int, *, longest: int = 20, most: int = 12, vocabulary: int =
     return made
 
 
-def generated(job: Job, model: Model, rows: Iterable[Greedy], slots: int) -> list[Greedy]:
+def generated(job: Job, model: Model, rows: Iterable[Greedy], slots: int, drafts: Drafts | None = None) -> list[Greedy]:
     """All of them in order of their numbers."""
-    return sorted(run(job, model, iter(rows), slots=slots), key=lambda row: row.number)  # type: ignore[arg-type]
+    found = run(job, model, iter(rows), slots=slots, drafts=drafts)
+    return sorted(found, key=lambda row: row.number)
 
 
 @torch.no_grad()

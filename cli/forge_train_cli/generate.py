@@ -48,7 +48,7 @@ JOB = {"out": None, "samples": 1, "field": "", "long": "refuse", "logprobs": Fal
     "--drafts",
     default=0,
     metavar="N",
-    help="Let the model's own modules draft N tokens at once; needs --temperature 0, and one prompt.",
+    help="Let the model's own modules draft N tokens at once; the answers are the same.",
 )
 @click.option("--samples", default=1, metavar="N", help="Answers to each prompt.")
 @click.option("--logprobs", is_flag=True, help="Give the tokens, and their log-probabilities.")
@@ -87,7 +87,7 @@ def generate(
     forge generate Qwen3-0.6B --prompt "Once upon a time" --prompt "It was" --samples 4 --min-p 0.1
     forge generate Qwen3-0.6B --from-file questions.jsonl --out answers.jsonl
     forge generate runs/big --from-file questions.jsonl --out answers.jsonl --nproc 4 -p tp -s parallel.tp=2
-    forge generate runs/first --prompt "import " --temperature 0 --drafts 1
+    forge generate runs/first --prompt "import " --drafts 1
     forge generate runs/tuned --chat --prompt "Who are you?"
     forge generate Qwen3-0.6B --adapter polite --adapter brief=0.5 --prompt "Dear"
     """
@@ -154,7 +154,8 @@ def _many(options: dict[str, Any], nproc: int, *, as_json: bool) -> None:
 
 def _as_json(found: Generated, asked: Generation) -> dict[str, Any]:
     head = _head(found.checkpoint, found.step, dict(asked.adapters))
-    speed = {"tokens_per_second": found.tokens / max(found.seconds, 1e-9)}
+    speed: dict[str, Any] = {"tokens_per_second": found.tokens / max(found.seconds, 1e-9)}
+    speed |= {"drafts": found.drafts} if found.drafts else {}
     if asked.out:
         counts = {"answers": found.count, "tokens": found.tokens, "seconds": found.seconds, "cut": found.cut}
         return head | {"out": found.out, **counts} | speed
@@ -177,6 +178,8 @@ def _print(found: Generated, asked: Generation) -> None:
         click.echo(f"{click.style(prompt, dim=True) if terminal else prompt}{text}")
     if found.cut:
         click.echo(_cut(found), err=True)
+    if found.drafts and terminal:
+        click.secho(f"({_drafts(found)})", dim=True, err=True)
 
 
 def _summary(found: Generated) -> None:
@@ -186,8 +189,14 @@ def _summary(found: Generated) -> None:
         f"  {format_plural(found.count, 'answer')} in {found.out}; {found.tokens:,} tokens in {found.seconds:.1f} s, "
         f"{found.tokens / max(found.seconds, 1e-9):,.0f} tokens/s"
     )
+    if found.drafts:
+        screen.line(f"  {_drafts(found)}")
     if found.cut:
         screen.line(f"  {_cut(found)}", "yellow")
+
+
+def _drafts(found: Generated) -> str:
+    return "{accepted:,} of {proposed:,} drafts accepted".format(**found.drafts)
 
 
 def _cut(found: Generated) -> str:

@@ -21,6 +21,8 @@ __all__ = [
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from .model import Slots
+
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
@@ -64,7 +66,7 @@ class Trunk:
     layer: Callable[[int, int], nn.Module]
     """Makes one more layer, from its number (from 0) and the number of all further layers. The module is called as
     `layer(hidden, position_ids, document_ids, cache)`, and declares `tensor_plan()`, `flops_per_token(sequence)` and
-    `new_cache(batch, length)`."""
+    `new_slots(slots)`, which makes its cache for rows side by side, or raises TypeError."""
     std: float = 0.02
     """Standard deviation of initial weights."""
 
@@ -96,19 +98,24 @@ class Drafting(Protocol):
     depths: int
     """Tokens that it can draft at once."""
 
-    def new_cache(self, batch: int, length: int) -> Any:
-        """A cache for each depth, as a layer of `Trunk.layer` makes it."""
+    def new_slots(self, depth: int, slots: Slots) -> Any:
+        """The cache of one depth for rows side by side, as a layer of `Trunk.layer` makes it.
+
+        Raises:
+            TypeError: it can't have one that forgets tokens.
+        """
         ...
 
     def draft(self, depth: int, hidden: Tensor, ids: Tensor, position_ids: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        """Computes one depth.
+        """Computes one depth, outside of the model's forward pass: on every layout, it is given whole sequences and
+        returns such.
 
         Args:
             depth: its number, from 0.
             hidden: `[batch, sequence, dim]`: at depth 0 the hidden states for the head, then those of the depth before.
             ids: ids of the tokens `depth + 1` after each position, `[batch, sequence]`.
             position_ids: the positions, `[batch, sequence]`.
-            cache: the cache of this depth.
+            cache: the cache of this depth; None for tokens that do not count.
 
         Returns:
             The hidden states for the next depth, and those for the head, which predict the token `depth + 2` after each

@@ -44,7 +44,7 @@ def generate(
         set: values to override, as in `train`.
         nproc: local processes to use, including this one.
         options: as in `forge generate`: `tokens` (200), `temperature` (0.8), `top_k`, `top_p`, `min_p`,
-            `repetition_penalty`, `seed` and `stop`.
+            `repetition_penalty`, `seed`, `stop` and `drafts`.
 
     Returns:
         The answers, in the order of the prompts: `found.answers[0].text`.

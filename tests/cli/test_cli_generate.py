@@ -288,7 +288,7 @@ class TestBadInput:
         assert "min_p: expected a number from 0" in refusal(out, "--min-p", "nan")
         assert "repetition_penalty: expected" in refusal(out, "--repetition-penalty", -0.5)
         assert "stop: expected non-empty texts" in refusal(out, "--stop", "")
-        assert "--drafts: drafts are for one prompt" in refusal(out, "--temperature", 0, "--drafts", 1)
+        assert "modules that predict further tokens; leave drafts out" in refusal(out, "--drafts", 1)
         assert "--template: no prompt is a chat; add --chat" in refusal(out, "--template", "plain")
         assert "no such file or folder" in refusal(out, data="nothing.jsonl")
         assert "there is no folder" in refusal(tmp_path / "no" / "out.jsonl")

@@ -109,9 +109,29 @@ def test_the_command_says_how_many_were_accepted(tmp_path: Path, capsys: pytest.
     assert "drafts" not in plain
 
 
+def test_answers_to_several_prompts_are_those_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn ones, with a penalty, to a file and on the screen; a file continues with other drafts."""
+    run = trained(tmp_path, (), {"checkpoint.every": 25})
+    rule = ["--samples", "2", "--tokens", "14", "--temperature", "0.4", "--repetition-penalty", "1.05", "--logprobs"]
+    prompts = ["--prompt", "the ", "--prompt", "a", "--prompt", "model reads "]
+
+    def answers(*more: str) -> Any:
+        assert forge(["generate", str(run.run), *rule, *more]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    plain, drafted = (json.loads(answers(*prompts, "--json", *more)) for more in ((), ("--drafts", "3")))
+    assert drafted["answers"] == plain["answers"]
+    assert 0 < drafted["drafts"]["accepted"] < drafted["drafts"]["proposed"]
+    assert "drafts" not in plain
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts[1::2]), encoding="utf-8")
+    for name, more in (("plain", ()), ("drafted", ("--drafts", "2", "--batch", "2"))):
+        told = answers("--from-file", str(file), "--out", str(tmp_path / name), *more)
+    assert (tmp_path / "drafted").read_bytes() == (tmp_path / "plain").read_bytes()
+    assert "drafts accepted" in told
+
+
 def test_what_can_not_draft_says_why(run: TinyRun, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"temperature: expected 0, because drafts are greedy"):
-        Sampling(drafts=1)
     with pytest.raises(ConfigError, match=r"4 drafts were requested; the model's modules can draft at most 3 tokens"):
         completed(run, "the ", drafts=4)
     bare = run_forge((), steps=1, folder=tmp_path)

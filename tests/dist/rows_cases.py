@@ -14,12 +14,13 @@ from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.generation import drafting
 from forge_train_tools.generation.completion import Completion
 from forge_train_tools.generation.engine import run
 from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.launching.world import here
 from forge_train_tools.offline.read_only import ReadOnlyRun
-from generation_rows import Greedy, requests, told
+from generation_rows import Found, Greedy, requests, told
 
 MODEL = (
     *("decoder.dim=32", "decoder.layers=4", "decoder.heads=4", "decoder.kv_heads=2", "decoder.hidden=48"),
@@ -31,7 +32,7 @@ MODEL = (
 class Failing(Greedy):
     """Can't choose its second token."""
 
-    def choose(self, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+    def choose(self, logits: torch.Tensor) -> Found:
         if len(self.ids) > self.prompt:
             raise ForgeError(f"request {self.number} fails")
         return super().choose(logits)
@@ -47,11 +48,34 @@ def rows(plugins: Sequence[str], values: Sequence[str], slots: int, count: int, 
             asked[failing] = Failing(failing, asked[failing].ids, 5)
         model.train()
         try:
-            found = told(run(job, model, iter(asked), slots=slots))  # type: ignore[arg-type]
+            found = told(run(job, model, iter(asked), slots=slots))
         except ForgeError as error:
             return str(error)
         assert all(one.training for _, one in model.named_modules() if isinstance(one, nn.Linear))
         return found
+
+
+def drafted(plugins: Sequence[str], values: Sequence[str], slots: int, count: int, drafts: int) -> Any:
+    """Rows as in `rows` with drafts, and the guesses that this rank's modules made after its rows' tokens."""
+    request = Request(plugins=tuple(plugins), without=("console", "tensorboard"), set=(*MODEL, *values))
+    with prepared(resolve(request, world=here().size), ReadOnlyRun(Path("nowhere"))) as job:
+        model = compose(job).model
+        drafting.check(job, model, drafts)
+        told_ = drafting.Drafts(drafts)
+        guesses: list[tuple[list[int], list[int]]] = []
+        guess = drafting.Guessing._guessed
+
+        def kept(self: drafting.Guessing, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+            found = guess(self, rows)
+            guesses.extend(([*ids], [*some]) for ids, some in zip(rows, found, strict=True))
+            return found
+
+        drafting.Guessing._guessed = kept  # type: ignore[method-assign]
+        try:
+            found = told(run(job, model, iter(requests(count)), slots=slots, drafts=told_))
+        finally:
+            drafting.Guessing._guessed = guess  # type: ignore[method-assign]
+        return found, guesses, (told_.proposed, told_.accepted)
 
 
 def text(plugins: Sequence[str], values: Sequence[str]) -> tuple[str, int]:

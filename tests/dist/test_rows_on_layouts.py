@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,45 @@ def test_rows_are_those_of_one_process(ranks: Pool, name: str) -> None:
     for (number, ids, logs), (_, others, other) in zip(sorted(everybody[0]), sorted(wanted), strict=True):
         assert ids == others, number
         assert (torch.tensor(logs) - torch.tensor(other)).abs().max() <= 1e-6
+
+
+DRAFTING: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "fsdp2 on 3": (3, ("fsdp2",), ("train.global_batch=6",), ()),
+    "tp2": (2, ("tp",), ("parallel.tp=2",), ("decoder.window=6",)),
+    "tp2, whole sequences": (2, ("tp",), ("parallel.tp=2", "tp.sequence_parallel=false"), ()),
+    "tp2, latents": (2, ("mla", "tp"), ("parallel.tp=2",), MLA),
+    "ep2": (2, ("moe", "ep", "fsdp2"), ("parallel.ep=2",), EXPERTS),
+    "fsdp2 × tp2": (4, ("fsdp2", "tp"), ("parallel.tp=2",), ()),
+}
+
+
+@pytest.mark.parametrize("name", marked(DRAFTING, ("tp2, whole sequences", "tp2, latents")))
+def test_drafts_change_no_row_and_are_those_of_one_process(ranks: Pool, name: str) -> None:
+    """Prompts of one token among them, and of other lengths than ranks divide."""
+    world, plugins, layout, model = DRAFTING[name]
+    kinds, model = [one for one in plugins if one in ("moe", "mla")], (*model, "mtp.depths=2")
+    asked: dict[str, Any] = {"slots": 3, "count": 8}
+    (wanted,) = ranks.run("rows_cases:rows", 1, plugins=["mtp", *kinds], values=model, **asked)
+    ((_, guesses, counts),) = ranks.run(
+        "rows_cases:drafted", 1, plugins=["mtp", *kinds], values=model, drafts=2, **asked
+    )
+    known = {tuple(ids): some for ids, some in guesses}
+    everybody = ranks.run(
+        "rows_cases:drafted", world, plugins=["mtp", *plugins], values=(*model, *layout), drafts=2, **asked
+    )
+    for rows, mine, count in everybody:
+        for (number, ids, logs), (_, others, other) in zip(sorted(rows), sorted(wanted), strict=True):
+            assert ids == others, number
+            assert (torch.tensor(logs) - torch.tensor(other)).abs().max() <= 1e-6
+        assert {tuple(ids): some for ids, some in mine}.items() <= known.items()
+        assert count == counts
+    assert {tuple(ids) for _, mine, _ in everybody for ids, _ in mine} == known.keys()
+
+
+def test_the_parts_of_a_pipeline_do_not_draft(ranks: Pool) -> None:
+    values = ("parallel.pp=2",)
+    with pytest.raises(Exception, match=r"Drafts need the whole model in one stage; set parallel\.pp = 1"):
+        ranks.run("rows_cases:drafted", 2, plugins=("mtp", "pp"), values=values, slots=1, count=1, drafts=1)
 
 
 def test_a_rank_without_a_row_keeps_step(ranks: Pool) -> None:

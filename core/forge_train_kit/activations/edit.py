@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,6 @@ from forge_train.plugin.job import Job
 from ..hookspecs import intervene
 from .layout import Layouts, Side
 from .modules import matched_modules
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -95,15 +92,6 @@ class Interventions:
             yield
         finally:
             self._on, self._batch = before, None
-
-    def each(self, values: Iterator[_T]) -> Iterator[_T]:
-        """The same values, each of them computed with the changes; between them, the model computes without."""
-        while True:
-            with self.applied():
-                found = list(islice(values, 1))
-            if not found:
-                return
-            yield found[0]
 
     # -- during a forward pass --------------------------------------------------------------------
 

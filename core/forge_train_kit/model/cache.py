@@ -57,9 +57,5 @@ class KVCache:
         """Add the newest positions, and have a kernel attend to all; as the kernel itself."""
         return kernel(query, *self.append(key, value), options)
 
-    def crop(self, length: int) -> None:
-        """Forget all but the first `length` positions."""
-        self.length = min(self.length, length)
-
     def _allocate(self, like: Tensor) -> Tensor:
         return torch.empty(self.batch, self.capacity, *like.shape[2:], dtype=like.dtype, device=like.device)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from .places import Places, columns_of, of_one, of_several, rounded
+
 if TYPE_CHECKING:
     from ..layers import AttentionKernel, AttentionOptions
 
-UNIT = 16
-"""Numbers of columns are multiples of this: torch's attention on a CPU (2.13) then sums a row's weights in the same
-order, however many masked columns follow, so that a row's numbers do not depend on the longest row beside it."""
 TOGETHER = 4
 """Numbers of rows of a forward with one token each are multiples of this. On a CPU, products with fewer rows round
 differently (MKL), and so do elements of an exponential that do not fill a vector (torch 2.13)."""
@@ -21,6 +20,9 @@ differently (MKL), and so do elements of an exponential that do not fill a vecto
 
 class Keeper(Protocol):
     """Memory of a layer: something of each row."""
+
+    forgets: bool
+    """True if it can forget a row's newest positions."""
 
     def resize(self) -> None:
         """Make room for as many positions as the slots have now."""
@@ -39,7 +41,8 @@ class Slots:
     """The places of rows, which the caches of all layers share.
 
     A forward computes either the beginning of one row, `[1, sequence]`, or one more token of each of the first rows,
-    `[rows, 1]`; further rows, up to a multiple of `TOGETHER`, do not count.
+    `[rows, 1]`; further rows, up to a multiple of `TOGETHER`, do not count. Several more tokens of a row are as many
+    rows of the forward.
 
     Args:
         count: most rows side by side.
@@ -47,22 +50,31 @@ class Slots:
         device: of the caches.
         joint: whether the attention kernel takes rows of different lengths (`KernelCapabilities.lengths`); if not, it
             is called for each row.
+        extra: most tokens of a row in a forward, beside one, each of which may be forgotten.
     """
 
-    def __init__(self, count: int, capacity: int, device: torch.device, *, joint: bool) -> None:
-        self.count, self.device, self.joint = count, device, joint
-        self.capacity = _rounded(capacity)
+    def __init__(self, count: int, capacity: int, device: torch.device, *, joint: bool, extra: int = 0) -> None:
+        self.count, self.device, self.joint, self.extra = count, device, joint, extra
+        self.capacity = rounded(capacity)
         self.lengths = [0] * count
         """Positions that each row has, those of the forward at hand included."""
         self.row: int | None = None
         """The row that begins, or None if several rows continue."""
         self.active = 0
-        """Number of rows that continue."""
+        """Number of rows that continue, or of their tokens in the forward at hand."""
         self._keepers: list[Keeper] = []
-        self._made: dict[int | None, tuple[Tensor, Tensor, int]] = {}
+        self._made: dict[int | None, Places] = {}
+        self._newest: list[tuple[int, int]] = []
+        """Row and position of each token, of several of a row."""
 
     def keep(self, keeper: Keeper) -> None:
-        """Have a cache follow the rows."""
+        """Have a cache follow the rows.
+
+        Raises:
+            TypeError: it can't forget tokens, and may have to.
+        """
+        if self.extra and not getattr(keeper, "forgets", False):
+            raise TypeError(f"{type(keeper).__name__} can't forget a row's newest positions")
         self._keepers.append(keeper)
 
     def begin(self, row: int, positions: int) -> None:
@@ -75,27 +87,51 @@ class Slots:
         self._made.clear()
         for row in range(rows):
             self.lengths[row] += 1
+        self._check(rows)
+
+    def advance_by(self, counts: Sequence[int], known: Sequence[int]) -> None:
+        """The next forward is more tokens of the first rows, `[tokens, 1]`: those of the first row, then the next's.
+
+        Args:
+            counts: tokens of each row, no more than `extra` and one.
+            known: positions that each row has before; what is in memory behind them is forgotten.
+        """
+        begun = list(enumerate(zip(known, counts, strict=True)))
+        self._newest = [(row, start + at) for row, (start, count) in begun for at in range(count)]
+        self.row, self.active = None, len(self._newest)
+        self._made.clear()
+        for row, (start, count) in begun:
+            self.lengths[row] = start + count
+        self._check(len(begun))
+
+    def _check(self, rows: int) -> None:
         if max(self.lengths[:rows]) > self.capacity:
             raise ValueError(f"A row has {max(self.lengths[:rows])} positions; there is room for {self.capacity}.")
 
-    def places(self, window: int | None) -> tuple[Tensor, Tensor, int]:
-        """Of the rows that continue: where the newest positions are kept, as row · columns + column; how many positions
-        each has in memory; and the number of columns that these take.
+    def places(self, window: int | None) -> Places:
+        """Of the tokens of rows that continue.
 
         Args:
-            window: most positions that are kept, in turn.
+            window: most positions that a token sees, which are kept in turn.
         """
         if window not in self._made:
-            columns, ends = columns_of(self.capacity, window), self.lengths[: self.active]
-            at = [row * columns + (end - 1) % (window or end) for row, end in enumerate(ends)]
-            held = [min(end, window or end) for end in ends]
-            self._made[window] = (*torch.tensor([at, held], device=self.device), _rounded(max(held)))
+            turn = self.turn(window)
+            columns = columns_of(self.capacity, turn)
+            self._made[window] = (
+                of_several(self._newest, columns, window, turn, self.device)
+                if self.extra
+                else of_one(self.lengths[: self.active], columns, window, self.device)
+            )
         return self._made[window]
+
+    def turn(self, window: int | None) -> int | None:
+        """Positions that are kept in turn where tokens see those of a window; None for all."""
+        return None if window is None else window + self.extra
 
     def grow(self, capacity: int) -> None:
         """Make room for longer rows."""
         if capacity > self.capacity:
-            self.capacity = _rounded(capacity)
+            self.capacity = rounded(capacity)
             for one in self._keepers:
                 one.resize()
 
@@ -116,6 +152,8 @@ class Slots:
 class RowMemory:
     """Tensors of each row, such as a state, which every forward replaces. Rows that do not count have some, too."""
 
+    forgets = False
+
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
         self._held: list[Tensor] = []
@@ -128,14 +166,14 @@ class RowMemory:
     def put(self, *values: Tensor) -> None:
         """Keep these, with the same axes."""
         if not self._held:
-            self._held = [one.new_zeros(_rounded(self.slots.count, TOGETHER), *one.shape[1:]) for one in values]
+            self._held = [one.new_zeros(rounded(self.slots.count, TOGETHER), *one.shape[1:]) for one in values]
         for held, value in zip(self._held, values, strict=True):
             held[self._rows] = value
 
     @property
     def _rows(self) -> slice:
         row = self.slots.row
-        return slice(_rounded(self.slots.active, TOGETHER)) if row is None else slice(row, row + 1)
+        return slice(rounded(self.slots.active, TOGETHER)) if row is None else slice(row, row + 1)
 
     def resize(self) -> None:
         """Sizes do not depend on the number of positions."""
@@ -157,9 +195,11 @@ class PositionMemory(RowMemory):
         window: number of last positions that later ones see, which are kept in turn; None for all.
     """
 
+    forgets = True
+
     def __init__(self, slots: Slots, window: int | None = None) -> None:
         super().__init__(slots)
-        self.window = window
+        self.window, self._turn = window, slots.turn(window)
 
     def add(self, *values: Tensor) -> tuple[Sequence[Tensor], Tensor] | None:
         """Keep the newest positions, `[batch, sequence, …]`.
@@ -168,25 +208,27 @@ class PositionMemory(RowMemory):
             Of rows that continue, all positions, `[rows, columns, …]`, and how many of these columns each row fills; in
             their order, unless there is a window. None for a row that begins, which has no others.
         """
-        slots, columns = self.slots, columns_of(self.slots.capacity, self.window)
+        slots, columns = self.slots, columns_of(self.slots.capacity, self._turn)
         if not self._held:
             self._held = [one.new_zeros(slots.count, columns, *one.shape[2:]) for one in values]
         if slots.row is not None:
-            first = max(values[0].shape[1] - (self.window or columns), 0)
+            first = max(values[0].shape[1] - (self._turn or columns), 0)
             for held, value in zip(self._held, values, strict=True):
-                if self.window is None:
+                if self._turn is None:
                     held[slots.row, : value.shape[1]] = value[0]
                 else:
-                    places = torch.arange(first, value.shape[1], device=slots.device) % self.window
-                    held[slots.row].index_copy_(0, places, value[0, first:])
+                    at = torch.arange(first, value.shape[1], device=slots.device) % self._turn
+                    held[slots.row].index_copy_(0, at, value[0, first:])
             return None
-        places, lengths, seen = slots.places(self.window)
+        places = slots.places(self.window)
         for held, value in zip(self._held, values, strict=True):
-            held.flatten(0, 1).index_copy_(0, places, value[: slots.active, 0])
-        return [held[: slots.active, :seen] for held in self._held], lengths
+            held.flatten(0, 1).index_copy_(0, places.newest, value[: slots.active, 0])
+        if places.reads is not None:
+            return [held.flatten(0, 1)[places.reads] for held in self._held], places.held
+        return [held[: slots.active, : places.seen] for held in self._held], places.held
 
     def resize(self) -> None:
-        columns = columns_of(self.slots.capacity, self.window)
+        columns = columns_of(self.slots.capacity, self._turn)
         for at, one in enumerate(self._held):
             if (more := columns - one.shape[1]) > 0:
                 self._held[at] = torch.cat((one, one.new_zeros(len(one), more, *one.shape[2:])), 1)
@@ -218,15 +260,6 @@ def _of_last(options: AttentionOptions, lengths: Tensor | None = None) -> Attent
     return type(options)(scale=options.scale, soft_cap=options.soft_cap, sinks=options.sinks, lengths=lengths)
 
 
-def columns_of(capacity: int, window: int | None) -> int:
-    """Columns of a memory for rows of this many positions."""
-    return capacity if window is None else min(capacity, _rounded(window))
-
-
 def filled(values: Sequence[int], filler: int) -> list[int]:
     """The values of the rows that continue, and of those that follow them in a forward."""
     return [*values, *[filler] * (-len(values) % TOGETHER)]
-
-
-def _rounded(count: int, unit: int = UNIT) -> int:
-    return -(-count // unit) * unit

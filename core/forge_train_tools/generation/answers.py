@@ -10,6 +10,7 @@ from typing import Any
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 
+from .drafting import Drafts
 from .engine import run
 from .requests import Request, Requests
 from .rows import Stopped, TextRow
@@ -77,6 +78,7 @@ class Answering:
         longest: tokens that the model reads at once; None for any number.
         ends: tokens that end an answer of a chat, beside the tokenizer's.
         scored: whether log-probabilities are asked for.
+        drafts: how many tokens the model drafts at once; counts them.
     """
 
     job: Job
@@ -87,6 +89,7 @@ class Answering:
     longest: int | None
     ends: tuple[int, ...]
     scored: bool
+    drafts: Drafts
 
     def answers(self, start: int, stop: int) -> Iterator[Answer]:
         """Yield the answers with numbers from `start` to `stop`, in order; over several ranks, on each of them."""
@@ -95,7 +98,7 @@ class Answering:
             taken: dict[int, tuple[TextRow, Request]] = {}
             ended: set[int] = set()
             chunk = self._taken(islice(rows, min(CHUNK * self.slots, stop - start)), taken)
-            for row in run(self.job, self.model, chunk, slots=self.slots):
+            for row in run(self.job, self.model, chunk, slots=self.slots, drafts=self.drafts):
                 ended.add(row.number)
                 while start in ended:
                     yield self._answer(*taken.pop(start))

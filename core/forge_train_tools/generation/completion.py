@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 from forge_train_kit import hookspecs
-from forge_train_kit.activations import Interventions
 
-from ..offline import drafting
-from .engine import follow, generating
-from .rows import Choice, Stopped, TextRow, check, encode, longest
+from . import drafting
+from .engine import follow
+from .rows import Stopped, TextRow, check, encode, longest
 from .sampling import Sampling
 
 
@@ -24,7 +23,7 @@ class Completion:
 
     Args:
         job: provides the tokenizer and the task.
-        model: with its weights; drafts need it whole in one process.
+        model: with its weights.
         prompt: the text to continue; empty for the beginning of a document.
         sampling: how to choose tokens.
         whole: whether the prompt has its own beginning, as a rendered chat has; if not, the tokenizer's is added.
@@ -47,14 +46,13 @@ class Completion:
         request: int = 0,
     ) -> None:
         check(job, model)
-        self._job, self._model, self._sampling = job, model, sampling
+        self._job, self._model = job, model
         tokenizer = hookspecs.tokenizer(job)
-        self._vocabulary = tokenizer.vocabulary
         ids = encode(tokenizer, prompt, whole=whole)
         self._row = TextRow(0, ids, sampling, tokenizer, ends=ends, longest=longest(model), request=(request, 0))
         if sampling.drafts:
-            drafting.check(job, model.parts[0], sampling.drafts)
-        self.drafts = drafting.Drafts()
+            drafting.check(job, model, sampling.drafts)
+        self.drafts = drafting.Drafts(sampling.drafts)
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -81,22 +79,10 @@ class Completion:
         return self._row.stopped
 
     def __iter__(self) -> Iterator[str]:
-        rows = self._drafted() if self._sampling.drafts else follow(self._job, self._model, self._row)
+        rows = follow(self._job, self._model, self._row, self.drafts)
         shown = 0
         with closing(rows):
             for row in rows:
                 if piece := row.text[shown:]:
                     shown = len(row.text)
                     yield piece
-
-    def _drafted(self) -> Generator[TextRow, None, None]:
-        row, part = self._row, self._model.parts[0]
-        length = row.prompt + row.most
-        rounds = drafting.Drafting(self._job, part, self._sampling.drafts, length, self._vocabulary, self.drafts)
-        with generating(self._model):
-            choices = map(Choice, rounds.tokens(self.prompt))
-            for choice in Interventions.of(self._model, self._job).each(choices):
-                row.add(choice)
-                yield row
-                if row.done:
-                    break

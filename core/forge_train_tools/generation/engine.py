@@ -15,6 +15,7 @@ from forge_train.base.errors import ConfigError, ForgeError
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 
+from .drafting import Drafts, Guessing, chosen
 from .forwards import Forwards
 from .memory import Memory, OneByOne, memory_for
 
@@ -35,7 +36,8 @@ class Row(Protocol):
     done: bool
 
     def choose(self, logits: Tensor) -> Any:
-        """The next token, or what `add` needs to know of it; called on one rank, and changes nothing.
+        """The next token, or what `add` needs to know of it, with its `id` if there are drafts; called on one rank, and
+        changes nothing.
 
         Args:
             logits: `[vocabulary]` fp32 on the CPU.
@@ -50,7 +52,7 @@ class Row(Protocol):
 _R = TypeVar("_R", bound=Row)
 
 
-def run(job: Job, model: Model, rows: Iterator[_R], *, slots: int) -> Iterator[_R]:
+def run(job: Job, model: Model, rows: Iterator[_R], *, slots: int, drafts: Drafts | None = None) -> Iterator[_R]:
     """Yield rows as they end.
 
     Every rank must iterate over equal rows, to the end; each is yielded on all of them. Data-parallel ranks share the
@@ -61,6 +63,7 @@ def run(job: Job, model: Model, rows: Iterator[_R], *, slots: int) -> Iterator[_
         model: a language model.
         rows: read as there is place for them.
         slots: most rows side by side on each data-parallel rank.
+        drafts: how many tokens the model drafts at once; counts them. Its `check` comes first.
 
     Raises:
         ConfigError: the model can't generate here.
@@ -69,16 +72,16 @@ def run(job: Job, model: Model, rows: Iterator[_R], *, slots: int) -> Iterator[_
     if slots < 1:
         raise ConfigError(f"Rows are generated at least one at a time, not {slots}.")
     _check(job, model)
-    return cast("Iterator[_R]", _Run(job, model, rows, slots).rows())
+    return cast("Iterator[_R]", _Run(job, model, rows, slots, drafts).rows())
 
 
-def follow(job: Job, model: Model, row: _R) -> Generator[_R, None, None]:
-    """Yield a row after each of its tokens; otherwise as `run`, and up to rounding the same numbers.
+def follow(job: Job, model: Model, row: _R, drafts: Drafts | None = None) -> Generator[_R, None, None]:
+    """Yield a row after each forward; otherwise as `run`, and up to rounding the same numbers.
 
-    It computes the row without others that do not count, which takes less time for a single row.
+    Without drafts it computes the row without others that do not count, which takes less time for a single row.
     """
     _check(job, model)
-    return cast("Generator[_R, None, None]", _Run(job, model, iter([row]), 1, alone=True).rows())
+    return cast("Generator[_R, None, None]", _Run(job, model, iter([row]), 1, drafts, alone=True).rows())
 
 
 def _check(job: Job, model: Model) -> None:
@@ -104,8 +107,11 @@ class _Replica:
 class _Run:
     """Every rank follows the rows of all replicas, so that they agree on what comes next."""
 
-    def __init__(self, job: Job, model: Model, rows: Iterator[Row], slots: int, *, alone: bool = False) -> None:
+    def __init__(
+        self, job: Job, model: Model, rows: Iterator[Row], slots: int, drafts: Drafts | None, *, alone: bool = False
+    ) -> None:
         self._job, self._model, self._rows, self._slots, self._alone = job, model, rows, slots, alone
+        self._drafts = drafts
         self._replicas = [_Replica() for _ in range(job.dist.data_ranks)]
         self._mine = self._replicas[job.dist.data_rank]
         self._forwards = Forwards(job, model)
@@ -134,11 +140,14 @@ class _Run:
         most = max(len(replica.waiting) for replica in self._replicas)
         if not most:
             return
-        if self._alone:
-            self._memory = OneByOne(self._job, self._model)
-        elif self._memory is None:
-            longest = max(map(_length, self._mine.waiting), default=1)
-            self._memory = memory_for(self._job, self._model, max(len(self._mine.waiting), 1), longest)
+        if self._memory is None:
+            places, longest = max(len(self._mine.waiting), 1), max(map(_length, self._mine.waiting), default=1)
+            if self._drafts:
+                self._memory = Guessing(self._job, self._model, self._forwards, self._drafts.tokens, places, longest)
+            elif self._alone:
+                self._memory = OneByOne(self._job, self._model)
+            else:
+                self._memory = memory_for(self._job, self._model, places, longest)
         found: list[Tensor | None] = []
         for at in range(most):
             row = self._mine.waiting[at] if at < len(self._mine.waiting) else None
@@ -157,18 +166,33 @@ class _Run:
             return
         active, most = self._mine.active, max(len(replica.active) for replica in self._replicas)
         logits = [self._forwards(call) for call in self._memory.advance([row.ids for row in active], most)]
-        yield from self._chosen([[*one.active] for one in self._replicas], self._by_row(logits, len(active)))
+        guesses = self._memory.guesses if isinstance(self._memory, Guessing) else []
+        found = self._by_row(logits, len(active) + sum(map(len, guesses)))
+        yield from self._chosen([[*one.active] for one in self._replicas], found, guesses)
 
     def _by_row(self, logits: Sequence[Tensor | None], rows: int) -> list[Tensor | None]:
         return [row for one in logits for row in (one if one is not None else [None] * rows)][:rows]
 
-    def _chosen(self, asked: Sequence[Sequence[Row]], logits: Sequence[Tensor | None]) -> Iterator[Row]:
-        """Add the tokens of all replicas; rows that end with them leave their places."""
+    def _chosen(
+        self, asked: Sequence[Sequence[Row]], logits: Sequence[Tensor | None], guesses: Sequence[Sequence[int]] = ()
+    ) -> Iterator[Row]:
+        """Add the tokens of all replicas; rows that end with them leave their places.
+
+        Args:
+            asked: rows of each replica.
+            logits: of each row of this one: those after its newest token, then those after each guess.
+            guesses: of these rows, if there are any.
+        """
         mine = asked[self._job.dist.data_rank]
-        everybody = self._shared(lambda: [row.choose(one) for row, one in zip(mine, _sound(mine, logits), strict=True)])
+        guesses = guesses or [()] * len(mine)
+        everybody = self._shared(lambda: chosen(mine, _sound(mine, logits, guesses), guesses))
         for replica, rows, choices in zip(self._replicas, asked, everybody, strict=True):
-            for row, choice in zip(rows, choices, strict=True):
-                row.add(choice)
+            for row, (proposed, several) in zip(rows, choices, strict=True):
+                if self._drafts:
+                    self._drafts.count(proposed, len(several) - 1)
+                for choice in several:
+                    if not row.done:
+                        row.add(choice)
             for row in rows:
                 if row.done:
                     at, last = [id(one) for one in replica.active].index(id(row)), len(replica.active) - 1
@@ -217,11 +241,12 @@ def _length(row: Row) -> int:
     return row.prompt + row.most
 
 
-def _sound(rows: Sequence[Row], logits: Sequence[Tensor | None]) -> list[Tensor]:
+def _sound(rows: Sequence[Row], logits: Sequence[Tensor | None], guesses: Sequence[Sequence[int]]) -> list[Tensor]:
     """The logits of rows, if they are numbers."""
     found = [one for one in logits if one is not None]
     if found and bool(torch.stack(found).isnan().any()):
-        row = next(row for row, one in zip(rows, found, strict=False) if bool(one.isnan().any()))
+        each = [row for row, some in zip(rows, guesses, strict=False) for _ in range(1 + len(some))]
+        row = next(row for row, one in zip(each, found, strict=False) if bool(one.isnan().any()))
         raise ForgeError(
             f"The model's logits are NaN after {len(row.ids)} tokens of request {row.number}: its weights are damaged."
         )

@@ -31,6 +31,8 @@ class Call:
     """Part of this rank → its cache."""
     rows: int = 1
     """Rows that count."""
+    then: Callable[[Tensor], None] | None = None
+    """Is given the hidden states, where the model is in one part."""
 
 
 class Forwards:
@@ -57,7 +59,11 @@ class Forwards:
             if call.caches is not None:
                 more["cache"] = call.caches[0]
             with self._interventions.applied():
-                return self.logits(part, part(call.ids, **more), call.rows)
+                hidden = part(call.ids, **more)
+                logits = self.logits(part, hidden, call.rows)
+            if call.then is not None:
+                call.then(hidden)
+            return logits
         self._call, self._found = call, None
         self._executor.evaluate(Batch(call.ids, torch.full_like(call.ids, MASKED), position_ids=call.positions))
         return self._found

@@ -24,6 +24,7 @@ from ..launching.world import here
 from ..offline.adapted import add_adapters
 from ..offline.opening import Opened, Source, run_folder
 from ..offline.read_only import ReadOnlyRun
+from . import drafting
 from .answers import Answer, Answering
 from .chats import ChatPrompts
 from .defaults import tell_unused
@@ -84,7 +85,6 @@ class Generation:
                 self.out is not None and not self.files,
                 f"--out goes with {KEY}; leave it out, or give a file of prompts.",
             ),
-            (self.sampling.drafts, "--drafts: drafts are for one prompt and one sample, on one process."),
         ):
             if wrong:
                 raise ConfigError(text)
@@ -124,6 +124,8 @@ class Generated:
     seconds: float = 0.0
     cut: int = 0
     """Answers to prompts that were cut, of those that this call wrote."""
+    drafts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Numbers of tokens that were drafted (`proposed`) and chosen too (`accepted`); empty without drafts."""
 
 
 def generate(asked: Generation, *, nproc: int = 1, told: Callable[[str], None] = lambda text: None) -> Generated:
@@ -169,12 +171,14 @@ def _generate(asked: Generation, told: Callable[[str], None] = lambda text: None
     with prepared(source.setup, ReadOnlyRun(run_folder(source.path))) as job:
         model = compose(job, extra=False).model
         check(job, model)
+        if asked.sampling.drafts:
+            drafting.check(job, model, asked.sampling.drafts)
         trained = Opened(job, model, source.path, source.step, source.tokens, tuple(map(Path, asked.adapters)))
         requests, chats = _requests(asked, trained)
         prompts, chat = job.dist.on_main(requests.check)
         if asked.template and not chat:
             raise ConfigError("--template: no prompt is a chat; add --chat, or leave it out.")
-        total = prompts * asked.samples
+        total, drafts = prompts * asked.samples, drafting.Drafts(asked.sampling.drafts)
         made_of = _made_of(asked, source, job, requests, chats().digest if chat else "") if asked.out else {}
         if world == 1:
             tell_unused(source.path, asked.sampling)
@@ -190,6 +194,7 @@ def _generate(asked: Generation, told: Callable[[str], None] = lambda text: None
                 longest=requests.longest,
                 ends=tuple(chats().ends) if chat else (),
                 scored=asked.logprobs,
+                drafts=drafts,
             )
             answers = Answers(out, asked.samples, total, told, keep=asked.out is None)
             for answer in answering.answers(done, total):
@@ -206,6 +211,7 @@ def _generate(asked: Generation, told: Callable[[str], None] = lambda text: None
             answers.tokens,
             answers.seconds,
             answers.cut,
+            {"proposed": drafts.proposed, "accepted": drafts.accepted} if drafts else {},
         )
 
 
@@ -227,7 +233,14 @@ def _requests(asked: Generation, opened: Opened) -> tuple[Requests, Callable[[],
 
 def _made_of(asked: Generation, source: Source, job: Job, requests: Requests, template: str) -> dict[str, str]:
     """All that decides the content of the file, by name."""
-    options = (asked.sampling, asked.samples, asked.chat, asked.field, asked.long, asked.logprobs)
+    options = (
+        dataclasses.replace(asked.sampling, drafts=0),
+        asked.samples,
+        asked.chat,
+        asked.field,
+        asked.long,
+        asked.logprobs,
+    )
     return {
         "model": weights_of(source, job.dist),
         "configuration of the model": values_of(job),

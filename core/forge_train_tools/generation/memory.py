@@ -51,7 +51,7 @@ def memory_for(job: Job, model: Model, places: int, capacity: int) -> Memory:
         places: most rows side by side.
         capacity: length of the longest row so far.
     """
-    slots = Slots(places, capacity, job.device, joint=_joint(job))
+    slots = Slots(places, capacity, job.device, joint=joint(job))
     caches: dict[int, Any] = {}
     if continues(job):
         for number, part in enumerate(model.parts):
@@ -66,7 +66,8 @@ def memory_for(job: Job, model: Model, places: int, capacity: int) -> Memory:
     return SideBySide(slots, caches) if together else OneByOne(job, model)
 
 
-def _joint(job: Job) -> bool:
+def joint(job: Job) -> bool:
+    """Return True if the attention kernel takes rows of different lengths."""
     name = job.hooks.provider("attention_kernel")
     return name is not None and capabilities_of(job.hooks.enabled[name].cls).lengths
 

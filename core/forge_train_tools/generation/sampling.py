@@ -46,7 +46,7 @@ class Sampling:
         seed: of the random draws.
         stop: texts that end the generation and are not part of it.
         drafts: tokens that the modules of the model's tail draft at once, and that the model then checks in one pass;
-            the text is the same. 0 disables drafts. Needs temperature 0.
+            the text is the same. 0 disables drafts.
 
     Raises:
         ConfigError: naming every value that is out of range.
@@ -75,8 +75,6 @@ class Sampling:
                 ("seed", 0 <= self.seed < 2**63, "a number from 0 up to 2⁶³ - 1"),
                 ("stop", all(self.stop), "non-empty texts"),
                 ("drafts", self.drafts >= 0, "at least 0 (which means none)"),
-                ("temperature", not (self.drafts and self.temperature), "0, because drafts are greedy"),
-                ("repetition_penalty", not self.drafts or self.repetition_penalty == 1, "1, because drafts have none"),
             )
             if not fits
         ]

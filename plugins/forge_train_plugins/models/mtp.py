@@ -33,9 +33,9 @@ class MultiTokenPrediction(Plugin):
 
     The modules are the model's `tail`. To start without them from weights that have them, set
     `train.init_unexpected = ["tail.*"]`. To add them to other weights, set `train.init_missing = ["tail.*"]`.
-    With `forge generate --temperature 0 --drafts N`, the first N modules draft tokens and the model checks them in one
-    pass; the generated text is the same as without drafts. An export in DeepSeek-V3's layout contains the modules.
-    Other exports leave them out and say so.
+    With `forge generate --drafts N`, the first N modules draft tokens and the model checks them in one pass; the
+    answers are the same as without drafts. An export in DeepSeek-V3's layout contains the modules. Other exports leave
+    them out and say so.
 
     A module costs as much as a layer, a projection and another pass through the head. Under `fsdp2`, the shared
     embedding stays gathered during the step, as tied weights do.

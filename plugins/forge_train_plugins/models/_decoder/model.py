@@ -59,9 +59,13 @@ class Block(nn.Module):
         h = h if self.feed_forward_norm is None else self.feed_forward_norm(h)
         return self._added(x, self.feed_forward(h), self.feed_forward_post_norm, self.feed_forward_dropout)
 
-    def new_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for its attention."""
-        return _new_cache(self.attention, batch, length)
+    def new_slots(self, slots: Slots) -> Any:
+        """A cache for its attention, for rows that are generated side by side.
+
+        Raises:
+            TypeError: if it has none.
+        """
+        return slots_of({"": self.attention}, slots, slots.capacity)[""]
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
         """Module → how tensor parallelism splits it, as declared by the attention and feed-forward modules."""

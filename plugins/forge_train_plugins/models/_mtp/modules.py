@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import CurrentStep
 from forge_train_kit.heads import Trunk
-from forge_train_kit.model import Linear, TensorStyle, flops_per_token
+from forge_train_kit.model import Linear, Slots, TensorStyle, flops_per_token
 
 from .ahead import IDS
 
@@ -52,6 +53,17 @@ class Depth(nn.Module):
         return projection + int(self.layer.flops_per_token(sequence))
 
 
+class Piece(nn.Module):
+    """This rank's piece of whole sequences, as layers take it under sequence parallelism; the last may be padded."""
+
+    sequence_piece = (0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at, pieces = self.sequence_piece
+        each = -(-x.shape[1] // pieces)
+        return F.pad(x, (0, 0, 0, each * pieces - x.shape[1])).narrow(1, at * each, each)
+
+
 class Depths(nn.Module):
     """All modules. The first takes the model's input to its head, as servers of the published weights do.
 
@@ -66,6 +78,7 @@ class Depths(nn.Module):
         self.depths = depths
         self.embedding = trunk.embedding()
         self.layers = nn.ModuleList(Depth(trunk, trunk.layer(index, depths)) for index in range(depths))
+        self.piece, self.whole = Piece(), nn.Identity()
         self._step = step
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
@@ -88,7 +101,7 @@ class Depths(nn.Module):
         return tuple(f"layers.{index}" for index in range(self.depths))
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
-        plan: dict[str, TensorStyle] = {"embedding": "vocabulary"}
+        plan: dict[str, TensorStyle] = {"embedding": "vocabulary", "piece": "sequence", "whole": "gather"}
         for unit in self.units:
             inner: Any = self.get_submodule(unit)
             plan |= {f"{unit}.{path}": style for path, style in inner.tensor_plan().items()}
@@ -99,12 +112,13 @@ class Depths(nn.Module):
 
     # -- drafts -----------------------------------------------------------------------------------
 
-    def new_cache(self, batch: int, length: int) -> list[Any]:
-        """See `forge_train.Drafting`."""
-        layers: list[Any] = list(self.layers)
-        return [one.layer.new_cache(batch, length) for one in layers]
+    def new_slots(self, depth: int, slots: Slots) -> Any:
+        """See `forge_train_kit.heads.Drafting`."""
+        layer: Any = self.layers[depth]
+        return layer.layer.new_slots(slots)
 
     def draft(self, depth: int, hidden: Tensor, ids: Tensor, position_ids: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        """See `forge_train.Drafting`."""
-        given: tuple[Tensor, Tensor] = self.layers[depth](hidden, self.embedding(ids), position_ids, None, cache)
-        return given
+        """See `forge_train_kit.heads.Drafting`."""
+        embedded = self.embedding(ids)
+        after, normed = self.layers[depth](self.piece(hidden), embedded, position_ids, None, cache)
+        return self.whole(after), self.whole(normed)

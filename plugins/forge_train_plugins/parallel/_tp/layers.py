@@ -171,6 +171,7 @@ class Styles:
         self._change = Specialisation(lambda _, split: split)
         self._reduce, self._reduce_and_bias, self._gather, self._keep, self._collect = _hooks(region)
         self._share, self._join = _sharing(region)
+        self._enter = lambda _, args: region.enter(args[0]) if args[0].ndim > 1 else None
 
     def realise(self, module: Any, style: TensorStyle, made: dict[int, nn.Parameter]) -> None:
         """Split a module and its weights."""
@@ -196,6 +197,7 @@ class Styles:
     def _vocabulary(self, module: SplitEmbedding) -> None:
         self._change(module, SplitEmbedding)
         module.first = self._region.group.rank * -(-module.num_embeddings // self._region.group.size)
+        module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._reduce)
 
     def _colwise(self, module: nn.Linear) -> None:
