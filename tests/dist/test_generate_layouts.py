@@ -72,7 +72,7 @@ def test_a_mistake_is_told_once(desk: Path, monkeypatch: pytest.MonkeyPatch) -> 
     asked = ("generate", "runs/dense", "--nproc", "2", "--prompt", "a", "--prompt")
     assert "Prompt 2: has 64 tokens" in one_message(forge(*asked, "b" * 64), 2)
     found = forge(*asked, "b", "--adapter", "somewhere")
-    assert "--adapter: adapters are added on one process" in one_message(found, 2)
+    assert "--adapter somewhere: expected a folder of PEFT with an adapter_config.json" in one_message(found, 2)
     found = forge(*asked, "b", "-p", "cp", "-s", "parallel.cp=2")
     assert one_message(found, 2) == "Generating text needs whole sequences; set parallel.cp = 1."
 

@@ -17,6 +17,7 @@ from forge_train.plugin.job import Job
 from forge_train.store.manifest import hash_of
 from forge_train_kit import hookspecs
 
+from ..configuration.request import Request
 from ..inference.identity import values_of, weights_of
 from ..inference.infer import Inference
 from ..launching.once import launch_once
@@ -24,6 +25,7 @@ from ..launching.world import here
 from ..offline.adapted import add_adapters
 from ..offline.opening import Opened, Source, run_folder
 from ..offline.read_only import ReadOnlyRun
+from ..sources import continuing
 from . import drafting
 from .answers import Answer, Answering
 from .chats import ChatPrompts
@@ -95,11 +97,6 @@ class Generation:
         Raises:
             ConfigError: for a path or a layout that can't be.
         """
-        if self.adapters and world > 1:
-            raise ConfigError(
-                f"--adapter: adapters are added on one process; merge them first to use {world} (forge checkpoint "
-                "export)."
-            )
         same = Inference(
             path=self.path, data=self.files, out=self.out or Path(), batch=1, plugins=self.plugins, set=self.set
         )
@@ -142,7 +139,10 @@ def generate(asked: Generation, *, nproc: int = 1, told: Callable[[str], None] =
     """
     if nproc == 1:
         return _generate(asked, told)
-    tell_unused(asked.source(nproc).path, asked.sampling)  # so that a mistake, too, is reported only once
+    path = asked.source(nproc).path  # so that a mistake is reported only once, as is what follows
+    tell_unused(path, asked.sampling)
+    for folder in asked.adapters:
+        continuing(Request(), folder, path)
     arguments = dataclasses.asdict(asked) | {"path": str(asked.path), "out": asked.out and str(asked.out)}
     found = launch_once(f"{__name__}:worker", {"asked": arguments}, nproc)["generated"]
     return Generated(**found | {"answers": tuple(_read(one) for one in found["answers"])})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
 import torch
@@ -11,13 +11,16 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.compose import compose
+from forge_train.compose.initialise import declared_init, fill, local_window
 from forge_train.mesh.layout import Device
+from forge_train.mesh.tensors import full_tensor
+from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
-from forge_train.store.shards import Box
+from forge_train.store.shards import Box, whole
 from forge_train_kit.facts import ADDS, tuners
 from forge_train_kit.hf.folder import is_hugging_face
 from forge_train_kit.hf.start import merged
-from forge_train_kit.state_map.views import Stored, read
+from forge_train_kit.state_map.views import Stored, read, reads
 
 from ..configuration.request import Request
 from ..configuration.setup import resolve
@@ -31,6 +34,8 @@ _ITS_START = ("train.init_missing", "train.init_unexpected", "train.init_map", "
 
 def add_adapters(opened: Opened, adapters: Mapping[str, float], plugins: tuple[str, ...] = ()) -> None:
     """Add each adapter's change of the weights, times a factor, as `forge checkpoint export` merges it; in fp32.
+
+    Every rank must call it. Each changes what it holds, and has one weight at a time whole.
 
     Args:
         opened: the base.
@@ -46,37 +51,54 @@ def add_adapters(opened: Opened, adapters: Mapping[str, float], plugins: tuple[s
             f"--adapter {next(iter(adapters))}: the model of {opened.path} has updates of its own ({', '.join(own)}). "
             f"Merge them first, and name that folder: forge checkpoint export {opened.path} NEW"
         )
-    weights = opened.model.state_dict()
-    total: dict[str, Tensor] = {}
-    for folder, factor in adapters.items():
-        for name, change in _changes(opened, folder, plugins).items():
-            if name not in weights:
-                raise ConfigError(f"--adapter {folder}: it changes {name!r}, which the model of {opened.path} lacks.")
-            total[name] = total.get(name, 0) + factor * change
+    weights, total = opened.model.state_dict(), dict[str, Tensor]()
     with torch.no_grad():
+        for folder, factor in adapters.items():
+            for name, change in _changes(opened, weights, folder, plugins):
+                total[name] = total.get(name, 0) + factor * change
         for name, change in total.items():
-            weights[name].copy_(weights[name].float() + change)
+            held, _ = local_window(weights[name])
+            held.copy_(held.float() + change.to(held.device))
 
 
-def _changes(opened: Opened, folder: str, plugins: tuple[str, ...]) -> dict[str, Tensor]:
-    """Weight → what an adapter adds to it. Its model has the base's weights as they are open: where they lie may be
-    known to the command alone."""
-    device = cast("Device", opened.job.device.type)
-    job = lone_job(_setup(opened, folder, plugins), opened.path, device)
-    tensors = compose(job, extra=False).model.state_dict()
-    with torch.no_grad():
-        for name, one in opened.model.state_dict().items():
-            tensors[name].copy_(one)
+def _changes(
+    opened: Opened, weights: Mapping[str, Tensor], folder: str, plugins: tuple[str, ...]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights, and what an adapter adds to this rank's part of each. The base's weights are read as they are
+    open: where they lie may be known to the command alone."""
+    stages = opened.job.dist.gather_stages({name: tuple(one.shape) for name, one in weights.items()})
+    base = {name: shape for stage in stages for name, shape in stage.items()}
+    job = lone_job(_setup(opened, folder, plugins), opened.path, cast("Device", opened.job.device.type))
+    added = _added(job, base)
+    shapes = {**base, **{name: tuple(one.shape) for name, one in added.items()}}
+    stored = {name: Stored(shape, torch.float32, name) for name, shape in shapes.items()}
+    for name, view in merged(job, stored).items():
+        if isinstance(view, Stored) and view.name == name:
+            continue
+        if name not in base:
+            raise ConfigError(f"--adapter {folder}: it changes {name!r}, which the model of {opened.path} lacks.")
+        if name not in weights:
+            continue
+        needed = {one for one, _ in reads(view, whole(view.shape))}
+        tensors = {one: added[one] if one in added else full_tensor(weights[one]) for one in sorted(needed)}
 
-    def fetch(name: str, box: Box) -> Tensor:
-        return tensors[name][tuple(slice(*bounds) for bounds in box)].float()
+        def fetch(one: str, box: Box, tensors: Mapping[str, Tensor] = tensors) -> Tensor:
+            return tensors[one][tuple(slice(*bounds) for bounds in box)].float()
 
-    stored = {name: Stored(tuple(one.shape), torch.float32, name) for name, one in tensors.items()}
-    return {
-        name: read(view, tuple((0, size) for size in view.shape), fetch) - tensors[name].float()
-        for name, view in merged(job, stored).items()
-        if not isinstance(view, Stored) or view.name != name
-    }
+        held, window = local_window(weights[name])
+        yield name, read(view, tuple(window), fetch).to(held.device) - held.float()
+
+
+def _added(job: Job, base: Collection[str]) -> dict[str, Tensor]:
+    """The parameters that a job's model has beside those of its base, with their values."""
+    composition = compose(job, allocate=False, extra=False)
+    found = {}
+    for part in composition.model.parts:
+        for name, one in part.named_parameters():
+            if name not in base:
+                found[name] = torch.empty(one.shape, dtype=one.dtype, device=job.device)
+                fill(found[name], name, composition.starts.get(name) or declared_init(part, name), job.seed)
+    return found
 
 
 def _setup(opened: Opened, folder: str, plugins: tuple[str, ...]) -> Setup:
