@@ -176,7 +176,7 @@ def open_model(
     Args:
         path: a run (its newest whole checkpoint), a checkpoint, or a Hugging Face folder.
         device: `cpu`, `cuda` or `mps`; by default the one it was trained on, or else one of this machine.
-        plugins: plugins to enable with the model of a Hugging Face folder, as an attention kernel that it needs.
+        plugins: plugins to enable too, as an attention kernel that it needs.
         set: values to override, as in `train`.
         adapters: folder of PEFT → factor: what each adds to the weights, times the factor, is added.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from forge_train.run.run import is_run
 from forge_train_kit import foreign
 from forge_train_kit.hf.folder import is_hugging_face
 from forge_train_kit.hookspecs import initial_weights
-from forge_train_kit.plugins import find as find_plugin
 
 from ..configuration.request import Request, added_axes, lay
 from ..configuration.setup import resolve
@@ -67,13 +66,13 @@ def open_model(
         path: a run, a checkpoint, or a folder in Hugging Face layout.
         device: the device to use; by default the one it was trained on, or else one of this machine.
         text: whether the tokenizer is needed. Weights alone can be opened even if the tokenizer is gone.
-        plugins: to enable with the model of a folder, such as an attention kernel that it needs.
+        plugins: to enable too, such as an attention kernel that it needs.
         settings: values to override, as `--set` takes them.
 
     Raises:
         ConfigError: for a path that is none of these, a plugin that is not installed, or a checkpoint of another model.
     """
-    source = find(path, wanted=Wanted(set=settings, data=False), plugins=plugins)
+    source = find(path, wanted=Wanted(plugins, settings, data=False))
     job = lone_job(source.setup, source.path, device)
     model = compose_meta(job, text=text)
     for part in model.parts:
@@ -123,31 +122,22 @@ class Source:
             load_weights(model, job, self.path, base=job.config.train.init_from)
 
 
-def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: tuple[str, ...] = ()) -> Source:
+def find(path: Path, *, world: int = 1, wanted: Wanted | None = None) -> Source:
     """Open what a path names: a run's newest whole checkpoint, a checkpoint, or a folder in Hugging Face layout.
 
     Args:
         path: a run, a checkpoint or a folder.
         world: see `setup_of`; so is `wanted`.
-        plugins: to enable with the model of a folder; a checkpoint has its own.
 
     Raises:
-        ConfigError: for a path that is none of these, for plugins in addition to a checkpoint's, and as in `setup_of`.
+        ConfigError: for a path that is none of these, and as in `setup_of`.
     """
     if is_hugging_face(path):
         more = wanted or Wanted()
         opened = wanted is None or not wanted.data
-        request = starting_from(Request(model_from=str(path), plugins=(*more.plugins, *plugins), set=more.set))
+        request = starting_from(Request(model_from=str(path), plugins=more.plugins, set=more.set))
         return Source(path, resolve(request, world=world, data=not opened, opened=opened, measured=False), None)
     path = foreign.resolve(path)
-    if any("intervene" not in implemented(load(find_plugin(name))) for name in plugins):
-        raise ConfigError(
-            f"--plugins: {path} uses the plugins that it was trained with; leave the option out. Only plugins that "
-            "change activations (intervene) can be added."
-        )
-    if plugins:
-        more = wanted or Wanted()
-        wanted = replace(more, plugins=(*more.plugins, *plugins))
     saved = checkpoint.read_state(path)
     return Source(path, setup_of(path, saved, world=world, wanted=wanted, measured=False), saved)
 
