@@ -20,6 +20,7 @@ from forge_train import (
     BatchPhase,
     CheckpointCopies,
     ConfigError,
+    Evaluator,
     Phase,
     Plugin,
     PluginError,
@@ -122,6 +123,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "evaluators": [
         ("accuracy", "expected an Evaluator, a list of Evaluator or None, found 'accuracy'"),
         ([3], "found a list, and in it 3"),
+        (Evaluator("x", list, print, {}, due=3), "found one whose `due` is not a function: found 3"),  # type: ignore[arg-type]
     ],
     "metrics": [
         ([], "expected a dictionary of Metric or None, found a list"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from forge_train import MASKED, Batch, Evaluator, Job, Plugin, hookimpl
+from forge_train import MASKED, Batch, Evaluator, Job, Model, Plugin, StepResult, hookimpl
 from forge_train.plugin import hookspecs
 from forge_train_kit.model import full_tensor
 from forge_train_tools.offline.evaluate import worker
@@ -45,6 +45,38 @@ class CountingUp(toys.PlacedLoader):
         labels = tokens[:, 1:].clone()
         labels[labels % 5 == 0] = MASKED
         return Batch(tokens[:, :-1], labels)
+
+
+class Seldom(Plugin):
+    """An evaluation every third step, whose loader measures by itself: it counts the model's parameters."""
+
+    api = (1, 0)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._step = 0
+
+    @hookimpl
+    def evaluators(self, job: Job) -> Evaluator:
+        from forge_train_kit.metrics import Mean
+
+        counted = Mean()
+
+        class Looking(CountingUp):
+            def on_model(self, model: Model) -> None:
+                assert not any(part.training for part in model.parts)
+                counted.update(torch.tensor([float(sum(one.numel() for _, one in model.named_parameters()))]))
+
+            def __next__(self) -> Batch:
+                raise AssertionError("no batch is to be taken")
+
+        metrics = {"parameters": counted}
+        due = lambda: self._step % 3 == 0  # noqa: E731
+        return Evaluator("seldom", lambda: Looking(job), lambda *_: None, metrics, batches=-1, due=due)
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        self._step = step.step
 
 
 class Unmeasured(Accuracy):

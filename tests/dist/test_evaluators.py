@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import accuracy
-from accuracy import Accuracy, Silent, Unmeasured
+import compositions
+from accuracy import Accuracy, Seldom, Silent, Unmeasured
 from forge_cli import forge
 from forge_train import ConfigError, PluginError
-from forge_train_tools.testing import Pool, RunForge
+from forge_train_tools.testing import Pool, RunForge, Verifier
 
 pytestmark = [pytest.mark.dist]
 
@@ -95,6 +96,19 @@ def test_what_can_not_be_evaluated_is_refused(run_forge: RunForge, tmp_path: Pat
         run_forge([Unmeasured], EVALUATED)
     with pytest.raises(ConfigError, match=r"Two evaluations are named 'counting': Plugin 'accuracy' .* 'silent'"):
         run_forge([Accuracy, Silent], EVALUATED)
+
+
+def test_an_evaluator_says_when_it_is_due_and_needs_no_batch(run_forge: RunForge, tmp_path: Path) -> None:
+    run = run_forge([Seldom], {**EVALUATED, "train.evaluate_every": 1}, steps=4, folder=tmp_path)
+    found = [event["metrics"] for event in run.events if event["event"] == "evaluation"]
+    assert ["seldom.parameters" in one for one in found] == [False, False, True, False]
+    assert found[2]["seldom.parameters"] > 0
+
+
+def test_forge_verify_takes_no_batch_for_it_either(verify: Verifier, composition_file: Path) -> None:
+    request = compositions._request(composition_file, ("fsdp2", "accuracy:Seldom"), {"train.evaluate_every": 1})
+    verdict = verify(request, 2, steps=3)
+    assert verdict.agree, verdict
 
 
 def test_without_an_evaluator_an_evaluation_is_what_it_was(run_forge: RunForge) -> None:

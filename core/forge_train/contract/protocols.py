@@ -119,7 +119,10 @@ class Evaluator:
     metrics: Mapping[str, Metric]
     """Its metrics, by name."""
     batches: int = 0
-    """Global batches to take; 0 is `train.evaluate_batches`."""
+    """Global batches to take; 0 is `train.evaluate_batches`, and a negative number none, where the loader measures by
+    itself (`RolloutLoader`)."""
+    due: Callable[[], bool] = lambda: True
+    """True if it takes part; asked on each rank before an evaluation of the run, with one answer on all."""
 
 
 class Schedule(Protocol):

@@ -104,8 +104,7 @@ class Forward:
 
     def show_model(self, loader: Loader) -> None:
         """Let a loader that makes its batches with the model (`RolloutLoader`) see it as it is now."""
-        on_model = getattr(loader, "on_model", None)
-        if on_model is None:
+        if (on_model := getattr(loader, "on_model", None)) is None:
             return
         self.model.train(False)
         with torch.no_grad():
@@ -233,17 +232,18 @@ class Evaluations:
 
         Args:
             step: the run's current step.
-            batches: global batches of each evaluation; by default, as the configuration and its plugin say.
+            batches: global batches of each evaluation that takes any; by default, as the configuration and its plugin
+                say.
         """
         usual = self._forward.job.config.train.evaluate_batches
         with self._forward.metrics.apart():
             held_out = self._held_out.from_start()
             loss, tokens = self._forward.mean_loss(held_out, (batches or usual) * self._forward.accumulation)
             found = self._forward.metrics.take()
-            for evaluator, whose, data, metrics in self._others:
-                count = (batches or evaluator.batches or usual) * self._forward.accumulation
-                self._forward.measure(evaluator, data.from_start(), count, whose)
-                found |= {f"{evaluator.name}.{name}": value for name, value in metrics.take().items()}
+            for one, whose, data, metrics in (each for each in self._others if each[0].due()):
+                count = (min(one.batches, 0) or batches or one.batches or usual) * self._forward.accumulation
+                self._forward.measure(one, data.from_start(), count, whose)
+                found |= {f"{one.name}.{name}": value for name, value in metrics.take().items()}
         return Evaluation(step, loss, tokens, *split(found))
 
     def close(self) -> None:
