@@ -69,7 +69,9 @@ def check_prompts(job: Job, model: Model, asked: Sequence[Generation]) -> None:
             )
 
 
-def generate(job: Job, model: Model, asked: Sequence[Generation], batch: int) -> list[Answer]:
+def generate(
+    job: Job, model: Model, asked: Sequence[Generation], batch: int, longest: int | None = None
+) -> list[Answer]:
     """The answers, in order; every rank gets them.
 
     Args:
@@ -77,18 +79,20 @@ def generate(job: Job, model: Model, asked: Sequence[Generation], batch: int) ->
         model: with its weights.
         asked: the prompts.
         batch: answers that are written side by side; it changes none of them.
+        longest: tokens of a prompt and its answer; by default as many as the model reads at once.
     """
     found: dict[int, Answer] = {}
     cuts: dict[int, int] = {}
-    begun = (_row(job, model, number, one, cuts) for number, one in enumerate(asked))
+    longest = rows.longest(model) if longest is None else longest
+    begun = (_row(job, longest, number, one, cuts) for number, one in enumerate(asked))
     for row in run(job, model, begun, slots=batch):
         found[row.number] = Answer(row.text, row.stopped, cuts.pop(row.number))
     return [found[number] for number in range(len(asked))]
 
 
-def _row(job: Job, model: Model, number: int, asked: Generation, cuts: dict[int, int]) -> rows.TextRow:
+def _row(job: Job, longest: int | None, number: int, asked: Generation, cuts: dict[int, int]) -> rows.TextRow:
     """A prompt as the engine takes it, cut on its left if there is no room for the answer."""
-    tokenizer, longest = hookspecs.tokenizer(job), rows.longest(model)
+    tokenizer = hookspecs.tokenizer(job)
     ids = rows.encode(tokenizer, asked.prompt, whole=False)
     begin = len(tokenizer.begin)
     cut = cuts[number] = 0 if longest is None else max(len(ids) + asked.tokens - longest, 0)

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -58,16 +58,23 @@ class Harness:
             for name, task in self._loaded["tasks"].items()
         ]
 
-    def run(self, asked: Answering) -> Iterator[tuple[TaskResult, list[Sample]]]:
-        """Evaluate a model on them; gives the result and the samples of each, and the result of each group."""
+    def run(self, asked: Answering, *, bare: bool = False) -> Iterator[tuple[TaskResult, list[Sample]]]:
+        """Evaluate a model on them; gives the result and the samples of each, and the result of each group.
+
+        Args:
+            asked: the model.
+            bare: whether only values are wanted: no standard error that takes resamples, and no bar of progress.
+        """
         from lm_eval import evaluate
+        from lm_eval.api import task
 
         from .harness_model import HarnessModel
 
-        model = HarnessModel(asked)
+        model, resamples = HarnessModel(asked), 0 if bare else _RESAMPLES
+        bar = patch.object(task, "tqdm", lambda docs, **_: docs) if bare else nullcontext()
         try:
-            with _quiet(), patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}):  # it would fork, and there are threads
-                found = evaluate(model, dict(self._loaded), limit=self._limit or None, bootstrap_iters=_RESAMPLES)
+            with _quiet(), bar, patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}):  # it would fork; there are threads
+                found = evaluate(model, dict(self._loaded), limit=self._limit or None, bootstrap_iters=resamples)
         except Exception as error:  # whatever templates, filters and metrics of a task do
             if asked.failed or isinstance(error, ForgeError):
                 raise

@@ -37,7 +37,12 @@ class HarnessModel(LM):  # type: ignore[misc] # it has no types
         return [one.log_likelihood for one in self._asked.rolling([text for (text,) in (one.args for one in requests)])]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        answers = self._asked.generate([_generation(at, *one.args) for at, one in enumerate(requests)])
+        of_task = Counter[str]()  # what else is asked changes no draw
+        asked = []
+        for one in requests:
+            asked.append(_generation(of_task[one.task_name], *one.args))
+            of_task[one.task_name] += 1
+        answers = self._asked.generate(asked)
         self._count(requests, (one.cut for one in answers))
         return [one.text for one in answers]
 
