@@ -194,3 +194,14 @@ def test_evaluating(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [*table] == ["experts, one process", "experts, lm-eval's own model on the export"]
     assert all(row.worst <= evaluating.BOUND and not sum(row.changed.values()) for row in table.values())
     assert "| experts, one process |" in evaluating.page(table)
+
+
+def test_evaluating_while_training(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = {"decoder.dim": 16, "decoder.layers": 1, "decoder.heads": 2, "train.sequence": 64}
+    training = script("evaluating_training", ROUNDS=1, TOKENS=2, MODEL=model)
+    monkeypatch.setattr(script("evaluating"), "RECORDS", 4)
+    training.write_all()
+    found = {task: training.measured(task, str(tmp_path)) for task in ("scored.toml", "written.toml")}
+    assert all(0 < min(clock.passes) < min(clock.whole) for clock in found.values())
+    assert "| written.toml |" in training.page(found)

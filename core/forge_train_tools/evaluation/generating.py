@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from forge_train import Job, Model
 from forge_train.base.errors import ConfigError
 from forge_train_kit import hookspecs
+from forge_train_kit.tokenizer import Tokenizer
 
 from ..generation import rows
 from ..generation.engine import run
@@ -84,15 +85,17 @@ def generate(
     found: dict[int, Answer] = {}
     cuts: dict[int, int] = {}
     longest = rows.longest(model) if longest is None else longest
-    begun = (_row(job, longest, number, one, cuts) for number, one in enumerate(asked))
+    tokenizer = hookspecs.tokenizer(job)
+    begun = (_row(tokenizer, longest, number, one, cuts) for number, one in enumerate(asked))
     for row in run(job, model, begun, slots=batch):
         found[row.number] = Answer(row.text, row.stopped, cuts.pop(row.number))
     return [found[number] for number in range(len(asked))]
 
 
-def _row(job: Job, longest: int | None, number: int, asked: Generation, cuts: dict[int, int]) -> rows.TextRow:
+def _row(
+    tokenizer: Tokenizer, longest: int | None, number: int, asked: Generation, cuts: dict[int, int]
+) -> rows.TextRow:
     """A prompt as the engine takes it, cut on its left if there is no room for the answer."""
-    tokenizer = hookspecs.tokenizer(job)
     ids = rows.encode(tokenizer, asked.prompt, whole=False)
     begin = len(tokenizer.begin)
     cut = cuts[number] = 0 if longest is None else max(len(ids) + asked.tokens - longest, 0)

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -63,24 +64,30 @@ class Harness:
 
         Args:
             asked: the model.
-            bare: whether only values are wanted: no standard error that takes resamples, and no bar of progress.
+            bare: whether only values are wanted: no samples, no standard error that takes resamples, and no bar of
+                progress.
         """
         from lm_eval import evaluate
-        from lm_eval.api import task
 
         from .harness_model import HarnessModel
 
-        model, resamples = HarnessModel(asked), 0 if bare else _RESAMPLES
-        bar = patch.object(task, "tqdm", lambda docs, **_: docs) if bare else nullcontext()
+        model, limit, resamples = HarnessModel(asked), self._limit or None, 0 if bare else _RESAMPLES
         try:
-            with _quiet(), bar, patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}):  # it would fork; there are threads
-                found = evaluate(model, dict(self._loaded), limit=self._limit or None, bootstrap_iters=resamples)
+            with (
+                _quiet(),
+                _compiled_once(),
+                _without_bars() if bare else nullcontext(),
+                patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}),  # it would fork, and there are threads
+            ):
+                found = evaluate(
+                    model, dict(self._loaded), limit=limit, bootstrap_iters=resamples, log_samples=not bare
+                )
         except Exception as error:  # whatever templates, filters and metrics of a task do
             if asked.failed or isinstance(error, ForgeError):
                 raise
             raise ConfigError(f"--task: lm-eval can't evaluate {', '.join(self.names)}: {describe(error)}.") from error
         for name, table in found["results"].items():
-            samples = found["samples"].get(name, [])
+            samples = (found.get("samples") or {}).get(name, [])
             metrics = {_title(key): _metric(key, table, samples) for key in table if _is_metric(key, table)}
             if metrics:
                 made = (
@@ -172,6 +179,23 @@ def _answers(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def _compiled_once() -> Iterator[None]:
+    """A block in which a template is compiled once, and not for each record."""
+    from jinja2 import Environment
+
+    with patch.object(Environment, "from_string", cache(Environment.from_string)):
+        yield
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    from tqdm import tqdm
+
+    with patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True)):
+        yield
 
 
 @contextmanager
