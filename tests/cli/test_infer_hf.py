@@ -109,3 +109,12 @@ def test_hidden_states_of_layers_are_those_of_transformers(tmp_path: Path, plugi
         assert one["layers.0.hidden_mean"] == pytest.approx(after[0].mean(0).tolist(), rel=1e-5, abs=1e-6)
         assert one["layers.1.hidden"] == pytest.approx(after[1][-1].tolist(), rel=1e-5, abs=1e-6)
         assert one["hidden"] == pytest.approx(last.tolist(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("words", [("infer", "hf", "--data", "t.jsonl", "--out", "o.jsonl"), ("generate", "hf")])
+def test_forge_set_counts(words: tuple[str, ...], tmp_path: Path) -> None:
+    heads_data.write(Path("t.jsonl"), [{"text": "say one"}])
+    wrong = {"FORGE_SET": "run.device=nowhere"}
+    assert one_message(forge(*words, environment=wrong), 2).startswith("FORGE_SET: run.device: ")
+    ended = forge(*words, "-s", "run.device=cpu", environment=wrong)
+    assert ended.code == 0, "--set is stronger"

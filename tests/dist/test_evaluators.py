@@ -69,6 +69,10 @@ def test_forge_eval_prints_a_table_and_json_and_leaves_no_trace(run_forge: RunFo
     assert any(line[:2] == ["counting", "accuracy"] for line in shown)
     more = forge("eval", run.run, "-s", "train.evaluate_batches=1", "--json").json
     assert more["tokens"] * 2 == found["tokens"]
+    few = {"FORGE_SET": "train.evaluate_batches=1"}
+    assert forge("eval", run.run, "--json", environment=few).json == more
+    stronger = forge("eval", run.run, "-s", "train.evaluate_batches=2", "--json", environment=few)
+    assert stronger.json["tokens"] == found["tokens"]
     assert more["metrics"]["counting.accuracy"] == found["metrics"]["counting.accuracy"]  # it has batches of its own
 
 

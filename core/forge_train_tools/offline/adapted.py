@@ -110,5 +110,6 @@ def _setup(opened: Opened, folder: str, plugins: tuple[str, ...]) -> Setup:
         return resolve(request, data=False, opened=True, measured=False)
     asked = Request(set=tuple(as_assignments({"train.init_from": path.absolute()})))
     more = continuing(asked, folder, path)
-    wanted = Wanted(more.plugins, more.set, data=False, left_out=_ITS_START, without=tuners(opened.job))
+    without = tuners(opened.job)
+    wanted = Wanted(more.plugins, more.set, data=False, left_out=_ITS_START, without=without, environment="")
     return setup_of(path, checkpoint.read_state(path), wanted=wanted)

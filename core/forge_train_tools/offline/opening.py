@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,11 @@ class Wanted:
     """Keys to leave out of the configuration."""
     without: tuple[str, ...] = ()
     """Plugins to leave out."""
+    environment: str = field(default_factory=lambda: os.environ.get("FORGE_SET", ""))
+    """The value of FORGE_SET, which is weaker than `set`."""
+
+
+_NOTHING = Wanted(environment="")
 
 
 @dataclass(frozen=True)
@@ -133,9 +139,10 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None) -> Source:
         ConfigError: for a path that is none of these, and as in `setup_of`.
     """
     if is_hugging_face(path):
-        more = wanted or Wanted()
+        more = wanted or _NOTHING
         opened = wanted is None or not wanted.data
-        request = starting_from(Request(model_from=str(path), plugins=more.plugins, set=more.set))
+        asked = Request(model_from=str(path), plugins=more.plugins, set=more.set, environment=more.environment)
+        request = starting_from(asked)
         return Source(path, resolve(request, world=world, data=not opened, opened=opened, measured=False), None)
     path = foreign.resolve(path)
     saved = checkpoint.read_state(path)
@@ -168,7 +175,7 @@ def setup_of(
     already = {canonical(name) for name in _names(tree.values.get(("without",)))}
     needed = {value.value for value in tree.below(("defaults", "distributed")).values()} if world > 1 else set()
     needed.add(tree.values[("defaults", "executor")].value)  # changes no number, and another plugin may have filled it
-    asked_for = wanted or Wanted()
+    asked_for = wanted or _NOTHING
     if asked_for.data and wanted is not None:
         needed |= set(answering_others(named - kept))
     more = {plugin_name(spec) for spec in asked_for.plugins}
@@ -177,6 +184,7 @@ def setup_of(
         plugins=asked_for.plugins,
         without=tuple(sorted({*(named - kept - already - needed - more), *asked_for.without})),
         set=asked_for.set,
+        environment=asked_for.environment,
         left_out=(*(".".join(key) for key in gone), *asked_for.left_out),
         sections={"parallel": {**dict.fromkeys(added_axes(tree), 1), **Layout(dp_shard=-1 if world > 1 else 1).axes()}},
         sections_from="the processes of this command",
