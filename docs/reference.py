@@ -31,7 +31,7 @@ OF_A_JOB = {
 REST = "Protocols of slots and chains"
 KIT = (
     "layers capabilities heads losses tokenizer sections facts specialisation model optim metrics pipeline tracking "
-    "activations state_map hf weights"
+    "activations state_map hf weights stores.elsewhere"
 )
 """Modules of `forge_train_kit` with names for plugin authors."""
 

@@ -18,10 +18,10 @@ from forge_train import Plugin, hookimpl
 from forge_train.base.files import remove_remains
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.found import Saved
-from forge_train.loop.saver import Saver
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.store.tree import split
 from forge_train_kit.full_tensors import files_of
+from forge_train_tools.saver import Saver
 
 ASYNC = {"checkpoint.asynchronous": True}
 

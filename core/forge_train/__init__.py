@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from .contract.model import Init as Init
     from .contract.model import InitialWeights as InitialWeights
     from .contract.model import Model as Model
-    from .contract.protocols import CheckpointCopies as CheckpointCopies
     from .contract.protocols import EvaluatedWeights as EvaluatedWeights
     from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
@@ -81,7 +80,7 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "plugin.job": "Job",
         "contract.model": "ExtraModel Init InitialWeights Model",
         "plugin.plugin": "Plugin hookimpl",
-        "contract.protocols": "CheckpointCopies EvaluatedWeights Evaluator Executor"
+        "contract.protocols": "EvaluatedWeights Evaluator Executor"
         " Loader LossScale RolloutLoader Schedule Span SpanName Task",
         "plugin.specs": "HookSpec hookspec",
         "contract.transform": "Applied Phase Transform swap",

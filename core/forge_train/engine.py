@@ -17,11 +17,10 @@ from .compose.compose import Composition
 from .config.tree import DEFAULT
 from .contract.events import Finished, Outcome
 from .contract.model import Model
-from .contract.protocols import Copies
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.describe import describe_run
 from .loop.resume import check_allowed, compare
-from .loop.saver import repair_finished
+from .loop.saver import Saver
 from .loop.training import Training
 from .loop.weights import load_extra
 from .mesh.axes import CONFIGURED
@@ -66,13 +65,14 @@ def train(
             start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
         run = Run(start.dir, start.check_lock, setup.recorder)
         job = Job.of(config, hooks, run, dist)
-        found = _found(job, start, setup.copies)
+        saver: Saver = (setup.saver or Saver)(job)
+        found = _found(job, start, saver)
         if found is not None:  # before anything is written: a refused run stays as it is
             compare(job, found)
             setup.tell_changes(job, found)
         else:
             check_allowed(job, {})
-        if finished := dist.on_main(lambda: _finished_before(job, setup, start)):
+        if finished := dist.on_main(lambda: _finished_before(job, saver, start)):
             return finished
         prepare_process(job)
         fresh, known = found is None or not start.continues, is_run(run.dir)
@@ -95,7 +95,9 @@ def train(
 
         try:
             describe = partial(describe_run, run, setup, fresh=fresh)
-            training = Training(assemble(job, watcher, allocate), setup, describe if known and dist.main else None)
+            training = Training(
+                assemble(job, watcher, allocate), setup, saver, describe if known and dist.main else None
+            )
             stack.callback(training.close)
             stack.enter_context(setup.listen(job.control))
             training.start(found)
@@ -153,7 +155,7 @@ def _record_failure(
     return shown
 
 
-def _found(job: Job, start: Start, copies: Copies) -> Path | None:
+def _found(job: Job, start: Start, saver: Saver) -> Path | None:
     """The checkpoint that the run continues from, of which every file was verified; one elsewhere, if it is newer."""
     config, run, dist = job.config, job.run, job.dist
     if start.checkpoint is not None:
@@ -164,17 +166,17 @@ def _found(job: Job, start: Start, copies: Copies) -> Path | None:
     if not (config.run.name or start.continues):  # nobody else has the name of such a run
         return None
     path, after = (saved.path, saved.step) if saved else (None, -1)
-    return dist.on_main(lambda: copies(config, run.dir).bring(after=after)) or path
+    return dist.on_main(lambda: saver.bring(after=after)) or path
 
 
-def _finished_before(job: Job, setup: Setup, start: Start) -> Finished | None:
+def _finished_before(job: Job, saver: Saver, start: Start) -> Finished | None:
     """Return the result of a run that had already finished; None for other runs."""
     if not start.continues:
         return None
     outcome = job.run.outcome()
     if outcome.get("outcome") != "done" or outcome["step"] < job.steps:
         return None
-    repair_finished(job, setup.policy(job))
+    saver.finished()
     reason = f"the run had finished before: {outcome['step']} steps. Train longer with -s {job.config.train.length}=…"
     return Finished("done", outcome["step"], outcome["loss"], 0, start.dir, reason)
 

@@ -10,7 +10,6 @@ from typing import Any
 from forge_train.base.errors import ConfigError
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
-from forge_train.contract import protocols
 from forge_train.plugin.job import Job
 
 REQUEST = "save"
@@ -21,13 +20,15 @@ EVALUATION = "evaluation."
 """Prefix of `checkpoint.best` when it names a result of evaluations."""
 
 
-class CheckpointPolicy(protocols.CheckpointPolicy):
-    """Reads `checkpoint.every`, `minutes`, `early` and `best`, and the requests of users."""
+class CheckpointPolicy:
+    """Reads `checkpoint.minutes`, `early` and `best`, and the requests of users.
 
-    unknown = ()
+    Args:
+        job: the run.
+    """
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
+        self._job, self._config = job, job.config.checkpoint
         self._last_time = self._looked = time.monotonic()
         self._scores: dict[int, float] = {}
         self._measured: tuple[int, float] | None = None
@@ -49,9 +50,9 @@ class CheckpointPolicy(protocols.CheckpointPolicy):
                 self._scores[step] = best["value"]
 
     def due(self, step: int) -> bool:
-        """Return True if the configuration asks for a checkpoint at a step."""
+        """Return True if a step is the best so far, or early."""
         better, self._better = self._better, False
-        return better or super().due(step) or step in self._early()
+        return better or step in self._early()
 
     def _early(self) -> set[int]:
         """The powers of two up to `checkpoint.early`."""

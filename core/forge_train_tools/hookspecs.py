@@ -8,9 +8,10 @@ from typing import Any
 
 from forge_train.config import Config
 from forge_train.contract.batch import Batch
-from forge_train.contract.protocols import CheckpointCopies, Task
+from forge_train.contract.protocols import Task
 from forge_train.plugin.job import Job
 from forge_train.plugin.specs import hookspec
+from forge_train_kit.stores.elsewhere import CheckpointCopies
 
 
 @hookspec("questions", asked=None)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import toys
-from forge_train import CheckpointCopies, ConfigError, Plugin, hookimpl
+from forge_train import ConfigError, Plugin, hookimpl
+from forge_train_kit.stores.elsewhere import CheckpointCopies
 from forge_train_tools.checkpoint_policy import CheckpointPolicy
 
 pytestmark = pytest.mark.unit

@@ -149,7 +149,11 @@ def test_a_mistake_in_a_dictionary_of_sections() -> None:
     [
         ({"format": "both"}, "checkpoint.format: this setup writes no full tensors, as 'both' asks; set 'sharded'."),
         ({"best": "loss"}, "checkpoint.best: this setup saves by checkpoint.every alone; remove the key."),
-        ({"mirror": "there"}, "checkpoint.mirror: no enabled plugin makes copies; add --plugins copies."),
+        ({"mirror": "there"}, "checkpoint.mirror: this setup saves by checkpoint.every alone; remove the key."),
+        (
+            {"asynchronous": True},
+            "checkpoint.asynchronous: this setup saves by checkpoint.every alone; remove the key.",
+        ),
     ],
 )
 def test_what_the_kernel_alone_does_not_do_is_refused(tmp_path: Path, checkpoint: dict[str, Any], said: str) -> None:

@@ -18,7 +18,6 @@ from forge_train import (
     Applied,
     Batch,
     BatchPhase,
-    CheckpointCopies,
     ConfigError,
     Evaluator,
     Phase,
@@ -36,6 +35,7 @@ from forge_train.registry.declared import Specs
 from forge_train_kit import losses
 from forge_train_kit.heads import Classes
 from forge_train_kit.hf import HFModel
+from forge_train_kit.stores.elsewhere import CheckpointCopies
 
 SPECS = Specs([])
 """Forge's own hooks."""

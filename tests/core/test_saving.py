@@ -22,10 +22,10 @@ from forge_train.base.files import DiskError
 from forge_train.checkpoint import writing
 from forge_train.checkpoint.checkpoint import check, found, load
 from forge_train.checkpoint.seal import ALONE
-from forge_train.checkpoint.writing import NICENESS, Background
 from forge_train.store import save_plan
 from forge_train.store.save_plan import Shards, balanced
 from forge_train.store.shards import Shard
+from forge_train_kit.background import NICENESS, Background
 from full_disk import full_for
 from saving import ASYNC, contents, filling, overwritten, save_step, slow_disk, stepping
 

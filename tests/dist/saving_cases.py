@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from forge_train import Plugin, hookimpl
 from forge_train.base.files import DiskError
-from forge_train.checkpoint.writing import Background
-from forge_train.loop.saver import Saver
 from forge_train.store.save_plan import Shards
+from forge_train_kit.background import Background
+from forge_train_tools.saver import Saver
 from forge_train_tools.testing import run_forge
 from full_disk import full_for
 from saving import ASYNC, contents, overwritten, slow_disk

@@ -25,7 +25,7 @@ import json, os, pathlib, shutil, signal, sys
 import torch
 
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.writing import Background
+from forge_train_kit.background import Background
 from forge_train.base.files import remove_remains
 from forge_train.checkpoint.writing import commit, stage
 from forge_train.mesh.distributed import DistributedContext

@@ -5,15 +5,11 @@ Shapes are written `[batch, sequence, …]`. Importing this module imports no to
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from ..base.errors import ConfigError
-from ..config import Config
 from .batch import Batch
 from .events import Metric
 
@@ -166,129 +162,3 @@ class EvaluatedWeights:
 
     def __call__(self) -> AbstractContextManager[Any]:
         return self.span()
-
-
-class CheckpointCopies:
-    """Checkpoints of a run at other places (`Setup.copies`); this base has no place.
-
-    Only the main process uses it. Nothing here may end the run: what fails is reported, or raised as a `ForgeError`
-    where a method says so.
-    """
-
-    @property
-    def sending(self) -> Set[int]:
-        """Steps of checkpoints that are being read, which must stay in the run's folder."""
-        return frozenset()
-
-    @property
-    def everywhere(self) -> Set[int]:
-        """Steps of checkpoints that all places have."""
-        return frozenset()
-
-    def taken(self) -> bool:
-        """Return True if a place has checkpoints under the run's name.
-
-        Raises:
-            ForgeError: if that can't be found out, and the user chose the name.
-        """
-        return False
-
-    def bring(self, *, after: int = -1, before: int = sys.maxsize) -> Path | None:
-        """Fetch the newest whole checkpoint between two steps, exclusive, into the run's folder; None without one.
-
-        Raises:
-            ForgeError: if a place can't be read, and `after` is -1: the run would start over.
-        """
-        return None
-
-    def best(self) -> Iterable[tuple[int, Any]]:
-        """Yield the step and the `best` entry of the state of each checkpoint elsewhere."""
-        return ()
-
-    def send(self, spared: Set[int] = frozenset()) -> None:
-        """Begin to copy checkpoints that the places lack; `spared` steps stay there whatever their age."""
-
-    def undo(self, step: int) -> bool:
-        """Begin to remove the checkpoints of a step and of later ones: a roll-back left them behind.
-
-        Returns:
-            True if there is a place; it notes in the run's folder that the roll-back is finished once they are gone.
-        """
-        return False
-
-    def look(self) -> Set[int]:
-        """Called between two steps: record what has been copied, without waiting.
-
-        Returns:
-            Steps whose checkpoint was removed from where the run keeps its checkpoints.
-        """
-        return frozenset()
-
-    def wait(self) -> Set[int]:
-        """Wait until everything was tried, and record it. Returns the same as `look`."""
-        return frozenset()
-
-
-Copies: TypeAlias = "Callable[[Config, Path], CheckpointCopies]"
-"""Configuration and folder of a run → its checkpoints elsewhere."""
-
-
-def no_copies(config: Config, run: Path) -> CheckpointCopies:
-    """For runs without checkpoints elsewhere.
-
-    Raises:
-        ConfigError: if the configuration asks for some.
-    """
-    for key in ("folder", "mirror"):
-        if getattr(config.checkpoint, key):
-            raise ConfigError(f"checkpoint.{key}: no enabled plugin makes copies; add --plugins copies.")
-    return CheckpointCopies()
-
-
-class CheckpointPolicy:
-    """Saves by `checkpoint.every`, and keeps the newest; a subclass (`Setup.policy`) knows more.
-
-    Args:
-        job: the run.
-
-    Raises:
-        ConfigError: if the configuration asks for more.
-    """
-
-    unknown: ClassVar[tuple[str, ...]] = ("minutes", "early", "best")
-    """Keys of [checkpoint] without effect."""
-
-    def __init__(self, job: Any) -> None:
-        self._job, self._config = job, job.config.checkpoint
-        for key in self.unknown:
-            if getattr(self._config, key):
-                raise ConfigError(f"checkpoint.{key}: this setup saves by checkpoint.every alone; remove the key.")
-
-    def start(self, elsewhere: Iterable[tuple[int, Any]] = ()) -> None:
-        """Look what the run has kept already.
-
-        Args:
-            elsewhere: what checkpoints that lie elsewhere say of `checkpoint.best`, by step.
-        """
-
-    def due(self, step: int) -> bool:
-        """Return True if the configuration asks for a checkpoint at a step."""
-        every = self._config.every
-        return bool(every and step % every == 0)
-
-    def ask(self) -> None:
-        """Have the run save at a step boundary, if something else asks for it. Rank 0 decides for all."""
-
-    def measured(self, step: int, numbers: Mapping[str, Any], *, evaluation: bool = False) -> None:
-        """Tell what was measured at a step: a line of metrics, or what an evaluation found."""
-
-    def saving(self, step: int) -> dict[str, Any] | None:
-        """Return the entry for `checkpoint.best` in a step's checkpoint; None unless it was measured at this step."""
-        return None
-
-    def spared(self, step: int) -> set[int]:
-        """Steps whose checkpoints stay beside the newest, once that of a step is saved."""
-        return set()
-
-    def removed(self, step: int) -> None:
-        """A checkpoint is no longer there."""

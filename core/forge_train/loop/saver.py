@@ -1,87 +1,102 @@
-"""Saving a run's state: at once, or copied at once and written while training continues."""
+"""Saving a run's state: each checkpoint is on disk before training continues, and the newest of them stay."""
 
 from __future__ import annotations
 
-import logging
+import sys
 import time
-from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any, ClassVar
 
-from ..base.errors import describe, during
+from ..base.errors import ConfigError, during
 from ..base.files import remove_remains
 from ..checkpoint import checkpoint, found
-from ..checkpoint.seal import ALONE
-from ..checkpoint.writing import Background, commit, prune, repair, stage
+from ..checkpoint.writing import Staged, commit, prune, repair, stage
 from ..contract.events import CheckpointEvent
-from ..contract.protocols import CheckpointCopies, CheckpointPolicy, Copies
 from ..mesh.distributed import DistributedContext
 from ..plugin import hookspecs
 from ..plugin.job import Job
-from ..registry.setup import Formats
 from ..run.run import MODEL_FILES
-from ..store import save_plan
-
-log = logging.getLogger("forge_train")
-
-WORTH_TELLING = 0.1
-"""Seconds that a checkpoint has to wait for another one before a warning says so."""
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A checkpoint that is whole."""
-
-    saved: checkpoint.Saved
-    seconds: float
-    """Since its save began."""
-    spared: Set[int]
-    """Steps that stay beside it and the newest ones."""
-    pruned: Sequence[checkpoint.Saved] = ()
-    """The older ones that were removed behind training."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A checkpoint that is being written."""
-
-    step: int
-    blocked: float
-    """Seconds that training waited for it."""
-    task: Background[_Written]
+from ..store.save_plan import Copies, MakeFiles
 
 
 class Saver:
-    """Saves checkpoints, one after the other, and reports them."""
+    """Saves by `checkpoint.every`, and keeps the newest; a subclass (`Setup.saver`) knows more.
 
-    def __init__(self, job: Job, policy: CheckpointPolicy, elsewhere: Copies, formats: Formats) -> None:
-        self._job, self._policy, self._config = job, policy, job.config.checkpoint
-        self._stack = ExitStack()
-        self.around = hookspecs.around("save", job)
-        self._beside = self._stack.enter_context(job.dist.beside()) if self._config.asynchronous else None
-        self._copies: save_plan.Copies = {}
+    Args:
+        job: the run.
+
+    Raises:
+        ConfigError: if the configuration asks for more.
+    """
+
+    unknown: ClassVar[tuple[str, ...]] = ("minutes", "early", "best", "asynchronous", "folder", "mirror")
+    """Keys of [checkpoint] without effect."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._config = job, job.config.checkpoint
+        for key in self.unknown:
+            if getattr(self._config, key):
+                raise ConfigError(f"checkpoint.{key}: this setup saves by checkpoint.every alone; remove the key.")
+        self._files = self.files(self._config.format)
         self._plan: Any = None
-        self._files = formats(self._config.format)
-        self._flight: _Flight | None = None
         self._began = 0.0
-        self._spared: Set[int] = frozenset()
-        self._elsewhere = elsewhere(job.config, job.run.dir) if job.dist.main else CheckpointCopies()
+
+    def files(self, form: str) -> MakeFiles | None:
+        """Say what writes the model's weights as full tensors, where `checkpoint.format` asks for that.
+
+        Raises:
+            ConfigError: if it asks for what this setup does not write.
+        """
+        if form != "sharded":
+            raise ConfigError(f"checkpoint.format: this setup writes no full tensors, as {form!r} asks; set 'sharded'.")
+        return None
+
+    def open(self) -> None:
+        """Make what saving needs, before the run starts; all processes call this."""
+        self.around = hookspecs.around("save", self._job)
 
     def start(self, step: int) -> None:
-        """The run begins after a step: what an earlier attempt could not copy elsewhere is tried again."""
+        """The run begins after a step: finish what an earlier attempt had still to do."""
         self.undo()
-        self._policy.start(self._elsewhere.best() if self._config.folder and step else ())
-        for gone in _repaired(self._job, self._policy, step) if self._job.dist.main else ():
-            self._tell_gone(gone)
-        self._spared = self._policy.spared(step)
-        self._elsewhere.send(self._spared)
+        for gone in self.repaired(step) if self._job.dist.main else ():
+            self.tell_pruned(gone)
 
-    def bring(self, before: int) -> None:
-        """Have the newest checkpoint of a step before this one in the run's folder; all processes call this."""
-        folder = self._job.run.checkpoints
-        saved = checkpoint.newest(folder, self._job.dist, before=before)
-        self._job.dist.on_main(lambda: self._elsewhere.bring(after=saved.step if saved else -1, before=before))
+    def finished(self) -> None:
+        """Do for a run that is finished what `start` does for one that goes on; the main process calls this."""
+        for gone in self.repaired(self._job.steps):
+            self._job.run.event("checkpoint_pruned", gone.step, path=gone.path.name)
+
+    def repaired(self, step: int) -> Iterator[checkpoint.Saved]:
+        """Remove what a killed process had still to remove; each checkpoint is given once it is gone."""
+        config, folder = self._config, self._job.run.checkpoints
+        return repair(folder, config.keep, config.keep_every, spared=self.spared(step))
+
+    # -- when to save, and what to keep -------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Return True if the configuration asks for a checkpoint at a step."""
+        every = self._config.every
+        return bool(every and step % every == 0)
+
+    def spared(self, step: int) -> Set[int]:
+        """Steps whose checkpoints stay beside the newest, once that of a step is saved."""
+        return frozenset()
+
+    def ask(self) -> None:
+        """Have the run save at a step boundary, if something else asks for it. Rank 0 decides for all."""
+
+    def measured(self, step: int, numbers: Mapping[str, Any], *, evaluation: bool = False) -> None:
+        """Note what was measured at a step: a line of metrics, or what an evaluation found."""
+
+    # -- elsewhere ----------------------------------------------------------------------------------------------------
+
+    def bring(self, *, after: int = -1, before: int = sys.maxsize) -> Path | None:
+        """Fetch the newest whole checkpoint between two steps, exclusive, that lies elsewhere; None without one.
+
+        The main process calls this. It raises a ForgeError if a place can't be read, and `after` is -1.
+        """
+        return None
 
     def undo(self) -> None:
         """Finish the roll-back that the run's folder notes: remove what must not be resumed, here and elsewhere."""
@@ -89,35 +104,23 @@ class Saver:
         if not self._job.dist.main or (noted := found.noted_roll_back(run)) is None:
             return
         for gone in found.finish_roll_back(run):
-            self._tell_pruned(gone)
-        if not self._elsewhere.undo(noted.elsewhere):
+            self.tell_pruned(gone)
+        if not self.undo_elsewhere(noted.elsewhere):
             found.note_roll_back(run, None)
 
-    @during("save")
-    def make_way(self, step: int) -> None:
-        """Begin to save a step: wait for the checkpoint before.
+    def undo_elsewhere(self, step: int) -> bool:
+        """Begin to remove the checkpoints of a step and of later ones elsewhere; True if there is such a place."""
+        return False
 
-        Raises:
-            ForgeError: on every process, if the disk refused it.
-        """
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def make_way(self, step: int) -> None:
+        """Begin to save a step. Raises a ForgeError if an earlier checkpoint could not be written."""
         self._began = time.perf_counter()
-        if self._flight is None:
-            return
-        before = self._flight.step
-        self.wait()
-        waited = time.perf_counter() - self._began
-        if self._job.dist.main and waited >= WORTH_TELLING:
-            log.warning(
-                "The checkpoint of step %s was still being written when that of step %s was due, which waited %.1f s "
-                "for it. Save less often, or to a faster disk.",
-                before,
-                step,
-                waited,
-            )
 
     @during("save")
     def save(self, step: int, state: dict[str, Any], *, last: bool) -> None:
-        """Write the state of a step, or copy it and begin to; `make_way` came before.
+        """Save the state of a step; `make_way` came before.
 
         Args:
             step: the optimizer step it is of.
@@ -127,138 +130,61 @@ class Saver:
         Raises:
             ForgeError: on every process, if the disk refuses it.
         """
-        job, began = self._job, self._began
-        behind = None if last else self._beside
-        if job.dist.main:
-            remove_remains(job.run.checkpoints)
-        staged = stage(
-            job.run.checkpoints / f"step-{step:08d}",
-            step,
-            state | {"best": self._policy.saving(step)},
-            job.dist,
-            copies=None if behind is None else self._copies,
-            before=self._plan,
-            files=self._files,
-        )
+        saved = self.commit(self.stage(step, state), self._job.dist)
+        seconds = time.perf_counter() - self._began
+        self.tell_saved(saved, seconds, seconds)
+        for gone in self.prune(self._job.dist, self.spared(step)):
+            self.tell_pruned(gone)
+
+    def stage(self, step: int, state: Mapping[str, Any], copies: Copies | None = None) -> Staged:
+        """Decide who writes what of a state, and copy it if training continues meanwhile; see `checkpoint.stage`."""
+        run, dist = self._job.run, self._job.dist
+        if dist.main:
+            remove_remains(run.checkpoints)
+        target = run.checkpoints / f"step-{step:08d}"
+        staged = stage(target, step, state, dist, copies=copies, before=self._plan, files=self._files)
         self._plan = staged.shards.plan
-        kept = self._policy.spared(step)
-        spared, elsewhere = kept | self._elsewhere.sending, self._elsewhere.everywhere
+        return staged
 
-        def write(by: DistributedContext) -> _Written:
-            names = ("config.toml", "plugins.json", MODEL_FILES)
-            beside = [path for name in names if (path := job.run.dir / name).exists()]
-            saved = commit(staged, by, beside=beside, latest=job.run.checkpoints / "latest")
-            return _Written(saved, time.perf_counter() - began, kept)
+    def commit(self, staged: Staged, by: DistributedContext) -> checkpoint.Saved:
+        """Write what was staged, with the files that belong to it."""
+        run, names = self._job.run, ("config.toml", "plugins.json", MODEL_FILES)
+        beside = [path for name in names if (path := run.dir / name).exists()]
+        return commit(staged, by, beside=beside, latest=run.checkpoints / "latest")
 
-        if behind is not None:
-            task = Background(
-                lambda: replace(write(behind), pruned=[*self._remove_old(behind, spared, elsewhere)]), job.dist
-            )
-            self._flight = _Flight(step, time.perf_counter() - began, task)
-            return
-        written = write(job.dist)
-        self._tell_written(written, written.seconds)
-        for gone in self._remove_old(job.dist, spared, elsewhere):
-            self._tell_gone(gone)
+    def prune(self, by: DistributedContext, spared: Set[int]) -> Iterator[checkpoint.Saved]:
+        """Remove the checkpoints that are not kept beside the newest; each is given once it is gone."""
+        config = self._config
+        return prune(self._job.run.checkpoints, config.keep, config.keep_every, by, spared=spared)
 
-    @during("save")
     def look(self) -> None:
-        """Between two steps: tell of a checkpoint that is whole by now on every process.
+        """Do what there is to do between two steps. Raises a ForgeError if a checkpoint could not be written."""
 
-        Raises:
-            ForgeError: on every process, if the disk refused it.
-        """
-        if self._flight is not None and self._flight.task.ended():
-            self.wait()
-        for step in self._elsewhere.look():
-            self._policy.removed(step)
-
-    @during("save")
     def wait(self) -> None:
-        """Wait for the save in the background, and report it; all processes call this. Raises as `look` does."""
-        if self._flight is None:
-            return
-        flight, self._flight = self._flight, None
-        with self.around():
-            self._tell_written(flight.task.result(), flight.blocked)
+        """Wait for what is being written; all processes call this. Raises as `look` does."""
 
     def settle(self) -> None:
-        """The run has failed: wait for what is being written, and say what became of it. Raises nothing."""
-        if self._flight is None:
-            return
-        flight, self._flight = self._flight, None
-        try:
-            written = flight.task.result()
-            self._spared = written.spared
-            if self._job.dist.main:
-                log.info("The checkpoint of step %s, which was being written, is whole.", flight.step)
-                self._event_saved(written, flight.blocked)
-        except Exception as error:
-            if self._job.dist.main:
-                log.warning("The checkpoint of step %s was not written: %s", flight.step, describe(error))
+        """The run has failed: wait for what is being written. Raises nothing."""
 
     def close(self) -> None:
-        """Wait for what is being written and copied, and let go of what that needed."""
-        self.settle()
-        try:
-            self._elsewhere.wait()
-            if self._job.dist.main and (self._began or self._elsewhere.everywhere):
-                self._job.run.check_lock()
-                for gone in self._remove_old(ALONE, self._spared, self._elsewhere.everywhere):
-                    self._tell_gone(gone)
-        except Exception as error:  # the run itself has ended as it did, and its checkpoints are whole
-            log.warning("It could not be recorded which checkpoints were copied: %s", describe(error))
-        self._stack.close()
-
-    def _remove_old(self, by: DistributedContext, spared: Set[int], elsewhere: Set[int]) -> Iterator[checkpoint.Saved]:
-        """Remove the checkpoints that are not kept beside the newest, and those kept in `checkpoint.folder`.
-
-        Args:
-            by: who reads and removes.
-            spared: steps that stay.
-            elsewhere: steps that were copied.
-        """
-        folder, config = self._job.run.checkpoints, self._config
-        yield from prune(folder, config.keep, config.keep_every, by, spared=spared)
-        if config.folder and by.main and (newest := next(found.whole(folder, ALONE), None)):
-            for saved in found.found(folder):
-                if saved.step < newest.step and saved.step in elsewhere:
-                    checkpoint.remove(saved)
+        """Let go of what saving needed, once the run is over."""
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
-    def _tell_written(self, written: _Written, blocked: float) -> None:
+    def event_saved(self, saved: checkpoint.Saved, seconds: float, blocked: float) -> None:
+        """Record a checkpoint, with the seconds since its save began and those that training waited for it."""
+        self._job.run.event(
+            "checkpoint_saved", saved.step, path=saved.path.name, bytes=saved.bytes, seconds=seconds, blocked=blocked
+        )
+
+    def tell_saved(self, saved: checkpoint.Saved, seconds: float, blocked: float) -> None:
+        """Record a checkpoint, and tell the plugins of it."""
         if self._job.dist.main:
-            self._event_saved(written, blocked)
-        self._job.hooks.on_checkpoint(CheckpointEvent("saved", written.saved.step, written.saved.path))
-        self._spared = written.spared
-        self._elsewhere.send(self._spared)
-        for gone in written.pruned:
-            self._tell_gone(gone)
+            self.event_saved(saved, seconds, blocked)
+        self._job.hooks.on_checkpoint(CheckpointEvent("saved", saved.step, saved.path))
 
-    def _event_saved(self, written: _Written, blocked: float) -> None:
-        saved, seconds = written.saved, {"seconds": written.seconds, "blocked": blocked}
-        self._job.run.event("checkpoint_saved", saved.step, path=saved.path.name, bytes=saved.bytes, **seconds)
-
-    def _tell_gone(self, gone: checkpoint.Saved) -> None:
-        if not self._config.folder:  # where it is kept
-            self._tell_pruned(gone)
-
-    def _tell_pruned(self, gone: checkpoint.Saved) -> None:
-        self._policy.removed(gone.step)
+    def tell_pruned(self, gone: checkpoint.Saved) -> None:
+        """Record that a checkpoint was removed, and tell the plugins of it."""
         if self._job.dist.main:
             self._job.run.event("checkpoint_pruned", gone.step, path=gone.path.name)
         self._job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
-
-
-def repair_finished(job: Job, policy: CheckpointPolicy) -> None:
-    """Do for a run that is finished what `Saver.start` does for one that goes on; the main process calls this."""
-    policy.start()
-    for gone in _repaired(job, policy, job.steps):
-        if not job.config.checkpoint.folder:  # where it is kept
-            job.run.event("checkpoint_pruned", gone.step, path=gone.path.name)
-
-
-def _repaired(job: Job, policy: CheckpointPolicy, step: int) -> Iterator[checkpoint.Saved]:
-    config = job.config.checkpoint
-    return repair(job.run.checkpoints, config.keep, config.keep_every, spared=policy.spared(step))

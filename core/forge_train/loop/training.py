@@ -31,20 +31,23 @@ class Training:
     Args:
         stepper: takes the steps.
         setup: how they were configured.
+        saver: saves the run.
         describe: describes the run anew, from a step on, once it has taken one; if it fails before, it can be continued
             as it was.
     """
 
     @during("build")
-    def __init__(self, stepper: Stepper, setup: Setup, describe: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, stepper: Stepper, setup: Setup, saver: Saver, describe: Callable[[int], None] | None = None
+    ) -> None:
         self.stepper, self.job, self.model = stepper, stepper.job, stepper.model
         self.progress, job = Progress(), stepper.job
         self._base: Base | None = None
         self._setup = setup
         self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
         self._around_step = hookspecs.around("step", job)
-        self.policy = setup.policy(job)
-        self.saver = Saver(job, self.policy, setup.copies, setup.formats)
+        self.saver = saver
+        saver.open()
         self._meter = Meter(job)
         self.loss: float | None = None
         self.stepped, self._describe = False, describe or (lambda _: None)
@@ -115,10 +118,10 @@ class Training:
             if self.evaluations and (last or result.step % config.train.evaluate_every == 0):
                 self._evaluate(self.evaluations)
             self.saver.look()
-            self.policy.ask()
+            self.saver.ask()
             if asked := self._requests(result):
                 return asked
-            if self.policy.due(result.step) or last:
+            if self.saver.due(result.step) or last:
                 self._save(result, last=last)
                 self._rolled_back()
         if not self.stepped:
@@ -139,7 +142,7 @@ class Training:
             line["timing"] = sorted({*line.get("timing", ()), *timed})
         if self.job.dist.main:
             self.job.run.metrics(line)
-        self.policy.measured(result.step, line)
+        self.saver.measured(result.step, line)
         self.job.hooks.on_log(LogRecord(result.step, self.job.steps, line, histograms))
 
     def _check_finite(self, loss: float, norm: float, result: StepResult) -> None:
@@ -166,7 +169,7 @@ class Training:
         self.stepper.waited = waited
         self.job.hooks.on_log(found)
         self._event("evaluation", loss=found.loss, tokens=found.tokens, metrics=found.metrics)
-        self.policy.measured(self.progress.step, {"loss": found.loss, **found.metrics}, evaluation=True)
+        self.saver.measured(self.progress.step, {"loss": found.loss, **found.metrics}, evaluation=True)
 
     def _requests(self, result: StepResult) -> Finished | None:
         """Act on what was asked of `job.control` during the step."""
@@ -192,9 +195,11 @@ class Training:
     def _roll_back(self, asked: RollBack) -> None:
         self.saver.wait()
         folder, dist = self.job.run.checkpoints, self.job.dist
-        if asked.before and self.job.config.checkpoint.folder:
-            self.saver.bring(asked.before)
         found = checkpoint.newest(folder, dist, before=asked.before)
+        if asked.before and self.job.config.checkpoint.folder:
+            after = found.step if found else -1
+            dist.on_main(lambda: self.saver.bring(after=after, before=asked.before))
+            found = checkpoint.newest(folder, dist, before=asked.before)
         if found is None:
             before = f" of a step before {asked.before}" if asked.before else " yet"
             raise DivergedError(f"A plugin asked to roll back ({asked.reason}), but the run has no checkpoint{before}.")

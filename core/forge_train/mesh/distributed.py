@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -54,7 +54,7 @@ class DistributedContext:
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     complete: bool = True
     """True if gathered values come from every rank; a plan visits the stages of a pipeline one by one."""
-    _own: Any = None
+    group: Any = None
     """The group of all processes, where it is not the default one."""
 
     @classmethod
@@ -137,12 +137,12 @@ class DistributedContext:
 
     def barrier(self) -> None:
         if self.world > 1:
-            dist.barrier(self._own)
+            dist.barrier(self.group)
 
     def _group(self, axis: str) -> Any:
         """The processes along an axis of any domain; all of them where none is named."""
         if not axis:
-            return self._own
+            return self.group
         table = self.layout.table
         return self.mesh("dense" if axis in table.flattened else table[axis].domains[0], axis).get_group()
 
@@ -199,7 +199,7 @@ class DistributedContext:
                 box[1] = error if known else RuntimeError(f"rank 0: {error!r}")
                 if not known:
                     log.exception("rank 0 failed")
-        dist.broadcast_object_list(box, src=0, group=self._own)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         if box[1] is not None:
             raise box[1]
         value: _T = box[0]
@@ -211,27 +211,13 @@ class DistributedContext:
         if self.world == 1:
             return function([value])[0]
         values: list[Any] = [None] * self.world
-        dist.gather_object(value, values if self.main else None, dst=0, group=self._own)
+        dist.gather_object(value, values if self.main else None, dst=0, group=self.group)
         results: list[Any] = []
         self.on_main(lambda: results.extend(function(values)))
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, results if self.main else None, src=0, group=self._own)
+        dist.scatter_object_list(mine, results if self.main else None, src=0, group=self.group)
         result: _R = mine[0]
         return result
-
-    @contextmanager
-    def beside(self) -> Iterator[DistributedContext]:
-        """The same processes with a group of their own, for another thread: two threads must not share a group. It has
-        no meshes, and gathers and reduces on the CPU."""
-        if self.world == 1:
-            yield self
-            return
-        group = dist.new_group(backend="gloo")
-        try:
-            yield replace(self, device=torch.device("cpu"), _meshes={}, _own=group)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
 
     def poll(self, *, everybody: bool = False) -> Callable[[bool], bool]:
         """A function that asks every process one yes-or-no question at each call, and answers the call before:

@@ -18,7 +18,6 @@ from ..config.sections import CORE_SECTIONS
 from ..config.tree import DEFAULT, Origin, Tree, Value
 from ..config.validate import Mistake, validate
 from ..contract.model import InitialWeights, Model
-from ..contract.protocols import CheckpointPolicy, Copies, no_copies
 from ..mesh.layout import Layout
 from ..mesh.world import World
 from ..plugin.calls import EnabledPlugin, plugin_note
@@ -40,20 +39,6 @@ Fill = Callable[[Path, Model, Job], InitialWeights | None]
 """Fills a model from a path, or gives None for a format that it does not read."""
 
 
-Formats = Callable[[str], Any]
-"""`checkpoint.format` → `store.save_plan.MakeFiles`, or None for shards alone."""
-
-
-def only_shards(form: str) -> None:
-    """For runs whose checkpoints are shards.
-
-    Raises:
-        ConfigError: if the configuration asks for full tensors.
-    """
-    if form != "sharded":
-        raise ConfigError(f"checkpoint.format: this setup writes no full tensors, as {form!r} asks; set 'sharded'.")
-
-
 def no_second_start(job: Job) -> None:
     """For runs that do not start over in their folder.
 
@@ -69,18 +54,14 @@ class Setup:
 
     config: Config
     hooks: Hooks
-    copies: Copies = no_copies
-    """Gives the checkpoints that a run has elsewhere."""
+    saver: Callable[[Job], Any] | None = None
+    """Gives the `Saver` of a run; by default, that of `forge_train.loop.saver`."""
     fill: Fill = lambda path, model, job: None
     """Fills a model from `train.init_from` where that is no checkpoint, or `train.init_map` changes its weights."""
     locate: Callable[[Path, Any], Path] | None = None
     """Gives the checkpoint that a path means to some processes; by default, of runs and checkpoints alone."""
-    formats: Formats = only_shards
-    """Says what writes the model's weights as full tensors, where `checkpoint.format` asks for that."""
     listen: Callable[[Control], AbstractContextManager[Any]] = nullcontext
     """Passes requests from outside, such as signals, to a run while the block lasts."""
-    policy: Callable[[Job], CheckpointPolicy] = CheckpointPolicy
-    """Says when a run saves, and what it keeps."""
     recorder: type[Recorder] = Recorder
     """Records files that plugins write."""
     environment: Callable[[], Mapping[str, Any]] = dict

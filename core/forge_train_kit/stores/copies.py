@@ -18,11 +18,11 @@ from forge_train.base.errors import ConfigError, ForgeError, describe
 from forge_train.base.strict_json import loads
 from forge_train.checkpoint.found import Saved, found, is_kept, note_roll_back, noted_roll_back
 from forge_train.checkpoint.seal import ALONE, check
-from forge_train.checkpoint.writing import Background
 from forge_train.config import Config
-from forge_train.contract.protocols import CheckpointCopies
 from forge_train.store.manifest import STATE
 
+from ..background import Background
+from .elsewhere import CheckpointCopies
 from .store import Store, Stored
 
 log = logging.getLogger("forge_train")

@@ -11,7 +11,6 @@ from forge_train.base.errors import ConfigError, during
 from forge_train.base.names import canonical, is_file, split
 from forge_train.config import Config
 from forge_train.config.tree import Origin, Tree, Value
-from forge_train.contract.protocols import CheckpointCopies, no_copies
 from forge_train.plugin.job import Hooks, Job
 from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
 from forge_train.registry.setup import Setup, make_setup
@@ -20,6 +19,7 @@ from forge_train_kit.covering import covering
 from forge_train_kit.failures import failure_of
 from forge_train_kit.fingerprint import fingerprint
 from forge_train_kit.hookspecs import initial_weights
+from forge_train_kit.stores.elsewhere import CheckpointCopies, CopiesOf, no_copies
 
 from ..hookspecs import checkpoint_copies
 from ..launching.changes import tell_changes
@@ -33,9 +33,8 @@ from .request import Request, UnknownPresetError, lay, prefer_epochs
 
 if TYPE_CHECKING:
     from forge_train.mesh.distributed import DistributedContext
-    from forge_train.store.save_plan import MakeFiles
 
-    from ..checkpoint_policy import CheckpointPolicy
+    from ..saver import Saver
 
 
 class Purpose(TypedDict, total=False):
@@ -82,14 +81,12 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         error.args = (named(str(error)),)
         raise
     setup.hooks.fingerprint, setup.hooks.covering = fingerprint, covering
-    copies = partial(_copies, setup.hooks)
+    copies = partial(copies_of, setup.hooks)
     return replace(
         setup,
-        copies=copies,
+        saver=partial(_saver, copies),
         fill=initial_weights,
         locate=_locate,
-        formats=_formats,
-        policy=_policy,
         recorder=Recorder,
         environment=environment,
         listen=signals,
@@ -107,25 +104,19 @@ def _locate(path: Path, dist: DistributedContext) -> Path:
     return located(path, dist)
 
 
-def _formats(form: str) -> MakeFiles | None:
-    from forge_train_kit.full_tensors import files_of  # which imports torch
-
-    return files_of(form)
-
-
 def _start_over(job: Job) -> None:
     from ..launching.starting_over import start_over  # of use to few runs
 
     start_over(job)
 
 
-def _policy(job: Job) -> CheckpointPolicy:
-    from ..checkpoint_policy import CheckpointPolicy  # which imports torch
+def _saver(copies: CopiesOf, job: Job) -> Saver:
+    from ..saver import Saver  # which imports torch
 
-    return CheckpointPolicy(job)
+    return Saver(job, copies)
 
 
-def _copies(hooks: Hooks, config: Config, run: Path) -> CheckpointCopies:
+def copies_of(hooks: Hooks, config: Config, run: Path) -> CheckpointCopies:
     """The copies of a run's checkpoints that a plugin keeps."""
     found = hooks.only(checkpoint_copies, {"config": config, "run": run})
     return no_copies(config, run) if found is None else found

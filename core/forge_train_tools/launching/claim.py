@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from forge_train.base.errors import ConfigError
 from forge_train.config import Config
 from forge_train.config.rules import LONGEST_NAME
-from forge_train.contract.protocols import Copies, no_copies
 from forge_train.run.run import is_checkpoint, is_run, writing
 from forge_train.run.start import Start
 from forge_train_kit.lock import Lock, check, take
 from forge_train_kit.new_folder import is_unfinished
+from forge_train_kit.stores.elsewhere import CopiesOf, no_copies
 
 if TYPE_CHECKING:
     from forge_train.mesh.distributed import DistributedContext
@@ -34,7 +34,7 @@ VISIBLE_WITHIN = 5.0
 
 @contextmanager
 def claimed(
-    copies: Copies,
+    copies: CopiesOf,
     dist: DistributedContext,
     config: Config,
     folder: Path,
@@ -106,7 +106,7 @@ def run_id(config: Config, notable: tuple[str, ...]) -> str:
 
 
 def claim(
-    config: Config, folder: Path, resume: str, notable: tuple[str, ...] = (), copies: Copies = no_copies
+    config: Config, folder: Path, resume: str, notable: tuple[str, ...] = (), copies: CopiesOf = no_copies
 ) -> tuple[Start, Lock]:
     """Decide where a run begins, as `begin` does, and lock the folder until the lock is released.
 
@@ -141,7 +141,7 @@ def unclaim(start: Start, lock: Lock) -> None:
 
 
 def begin(
-    config: Config, folder: Path, resume: str, notable: tuple[str, ...] = (), copies: Copies = no_copies
+    config: Config, folder: Path, resume: str, notable: tuple[str, ...] = (), copies: CopiesOf = no_copies
 ) -> Start:
     """Decide which folder a run is, and whether it continues something.
 
@@ -190,7 +190,7 @@ def _kept(run: Path) -> str:
     return f"the run has {', '.join(names)}" if names else "the run has none"
 
 
-def _unused(path: Path, config: Config, copies: Copies) -> Path:
+def _unused(path: Path, config: Config, copies: CopiesOf) -> Path:
     """A run's folder that is not there yet, with a name that no checkpoints elsewhere have."""
     number, candidate = 2, path
     while candidate.exists() or copies(config, candidate).taken():

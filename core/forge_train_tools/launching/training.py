@@ -23,7 +23,7 @@ from forge_train.run.start import Start
 from forge_train_kit.lock import Lock, check
 
 from ..configuration.request import Request
-from ..configuration.setup import resolve
+from ..configuration.setup import copies_of, resolve
 from ..messages import show_progress, show_warnings
 from .claim import claim, unclaim
 from .launch import Ended, Restart, WorkerCommand, WorkerResult, launch
@@ -66,7 +66,7 @@ def train_several(
         ConfigError: for problems that are found before any of them is started.
     """
     smaller = smaller_layouts(request, nproc, min_nproc) if min_nproc else {}
-    start, lock = claim(setup.config, run_dir, resume, tuple(notable), setup.copies)
+    start, lock = claim(setup.config, run_dir, resume, tuple(notable), partial(copies_of, setup.hooks))
     arguments = {"request": dataclasses.asdict(request), "start": _as_json(start, lock), "quiet": quiet}
     logs, layout = start.dir / "log", Layout.of(setup.config.parallel, nproc)
     task = WorkerCommand(f"{__name__}:worker", arguments, logs / "launch", logs, layout=layout, smaller=smaller)

@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_train import CheckpointCopies, CheckpointEvent, Plugin, hookimpl
+from forge_train import CheckpointEvent, Plugin, hookimpl
+from forge_train_kit.stores.elsewhere import CheckpointCopies
 
 if TYPE_CHECKING:
     from forge_train import Job
