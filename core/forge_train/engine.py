@@ -22,7 +22,7 @@ from .loop.describe import describe_run
 from .loop.resume import check_allowed, compare
 from .loop.saver import Saver
 from .loop.training import Training
-from .loop.weights import load_extra
+from .loop.weights import Weights
 from .mesh.axes import CONFIGURED
 from .plugin.job import Job
 from .registry.declared import installed
@@ -66,6 +66,7 @@ def train(
         run = Run(start.dir, start.check_lock, setup.recorder)
         job = Job.of(config, hooks, run, dist)
         saver: Saver = (setup.saver or Saver)(job)
+        weights: Weights = (setup.weights or Weights)(job)
         found = _found(job, start, saver)
         if found is not None:  # before anything is written: a refused run stays as it is
             compare(job, found)
@@ -85,7 +86,7 @@ def train(
             nonlocal model
             model = composition.model
             composition.allocate(job)
-            load_extra(job, found, setup.locate or checkpoint.resolve)
+            weights.start_extra(found)
             if dist.main:
                 _tell_idle(job, composition)
                 if known and fresh:  # not before the new layout has been found to hold it
@@ -96,7 +97,7 @@ def train(
         try:
             describe = partial(describe_run, run, setup, fresh=fresh)
             training = Training(
-                assemble(job, watcher, allocate), setup, saver, describe if known and dist.main else None
+                assemble(job, watcher, allocate), weights, saver, describe if known and dist.main else None
             )
             stack.callback(training.close)
             stack.enter_context(setup.listen(job.control))

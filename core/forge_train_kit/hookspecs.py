@@ -91,7 +91,7 @@ def intervene(model: Model, job: Job) -> Mapping[str, Callable[..., Any]] | None
 def initial_weights(path: Path, model: Model, job: Job) -> InitialWeights | None:
     """Fill the model from `train.init_from`, or return None if this plugin does not read that format.
 
-    The kernel reads Forge's own checkpoints, unless `train.init_map` changes their weights.
+    The kit reads Forge's own checkpoints, unless `train.init_map` changes their weights.
     """
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError
 from forge_train.compose.initialise import local_window, tied_groups
 from forge_train.contract.model import InitialWeights, Model
-from forge_train.loop.weights import Patterns
 from forge_train.plugin.job import Job
 from forge_train.store.shards import Box
 
@@ -21,6 +20,7 @@ from .format import format_lines
 from .state_map import Chain, Plan, StateMap, Step, View
 from .state_map.named import named
 from .state_map.views import Stored
+from .stored import Patterns
 
 __all__ = ["fill", "fill_model", "fill_views"]
 KEY = "train.init_map"

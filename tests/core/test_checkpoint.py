@@ -17,7 +17,7 @@ import torch
 
 from crossed import pairs
 from forge_train import ConfigError, ForgeError
-from forge_train.checkpoint import reading, writing
+from forge_train.checkpoint import writing
 from forge_train.checkpoint.checkpoint import (
     MANIFEST,
     check,
@@ -32,6 +32,7 @@ from forge_train.checkpoint.checkpoint import (
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
 from forge_train.store.save_plan import Shards
+from forge_train_kit import stored
 from saving import save_step
 
 pytestmark = pytest.mark.unit
@@ -372,5 +373,5 @@ def test_a_checkpoint_without_evaluation_weights_is_not_read_for_them(
     def read(*_: object) -> None:
         raise AssertionError("all ranks would have to take part")
 
-    monkeypatch.setattr(reading.tensors, "read", read)
-    reading.take_evaluated(path, {"scalar": torch.ones(())}, ALONE)
+    monkeypatch.setattr(stored.tensors, "read", read)
+    stored.take_evaluated(path, {"scalar": torch.ones(())}, ALONE)

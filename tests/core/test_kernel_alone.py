@@ -165,6 +165,14 @@ def test_what_the_kernel_alone_does_not_do_is_refused(tmp_path: Path, checkpoint
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_from_elsewhere_are_refused_by_the_kernel_alone(tmp_path: Path) -> None:
+    section = {"steps": 2, "global_batch": 4, "sequence": 16, "init_from": "there"}
+    setup = make_setup(Tree.of({"train": section}), plugins=[str(ROOT / "examples/kernel/toy.py")])
+    with pytest.raises(ConfigError, match=r"^train\.init_from: this setup begins with initial weights; remove the key"):
+        train(setup, run_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("table", "said"),
     [

@@ -13,8 +13,7 @@ from expert_models import MIXTRAL, QWEN
 from forge_train import Job, Model
 from forge_train.compose.compose import compose
 from forge_train.engine import train
-from forge_train.loop.assembly import load_initial
-from forge_train_kit.hookspecs import initial_weights
+from forge_train_kit.starting import load_initial
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.hf_import import import_checkpoint
@@ -72,5 +71,5 @@ def started(folder: Path, *settings: str, plugins: tuple[str, ...] = ()) -> tupl
     setup = resolve(starting_from(request), data=False)
     job = lone_job(setup, folder)
     model = compose(job).model
-    load_initial(model, job, initial_weights)
+    load_initial(model, job)
     return job, model

@@ -129,44 +129,6 @@ def _named(path: Path, state: Any) -> set[str]:
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def evaluation_sums(path: Path) -> dict[str, dict[str, float]]:
-    """Name of a parameter → tensors of a checkpoint and their factors, without parameters that are evaluated as they
-    are, such as frozen ones."""
-    declared: Mapping[str, float] = read_state(path).get("evaluation") or {}
-    known = shapes(path) if declared else {}
-    names = [key.removeprefix(MODEL) for key in known if key.startswith(MODEL)]
-    found = {name: {pattern.replace("{name}", name): by for pattern, by in declared.items()} for name in names}
-    return {name: terms for name, terms in found.items() if terms.keys() <= known.keys()}
-
-
-def take_evaluated(path: Path, weights: Mapping[str, Tensor], dist: DistributedContext) -> None:
-    """Turn weights that were read from a checkpoint into those that are evaluated, in place. All processes call this.
-
-    Args:
-        path: the checkpoint.
-        weights: parameters by name (this rank's shards of them).
-        dist: all processes.
-    """
-    if not (everywhere := evaluation_sums(path)):  # on all ranks, as it is of the checkpoint
-        return
-    wanted = {name: terms for name, terms in everywhere.items() if name in weights}
-    saved = shapes(path)
-    others = {
-        term: torch.empty_like(weights[name], dtype=saved[term][1])
-        for name, terms in wanted.items()
-        for term in terms
-        if term != f"{MODEL}{name}"
-    }
-    tensors.read(path, others, dist)
-    with torch.no_grad():
-        for name, terms in wanted.items():
-            weight = weights[name]
-            weight.mul_(terms.get(f"{MODEL}{name}", 0.0))
-            for term, by in terms.items():
-                if term in others:
-                    weight.add_(others[term], alpha=by)
-
-
 def check_evaluation(declared: Mapping[str, float], held: Mapping[str, Tensor], whose: str) -> None:
     """Check that the tensors a plugin declares for evaluations exist.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -33,7 +32,7 @@ from ..step.step import Progress, Stepper
 from ..store.placement import check_alike, describe_odd
 from ..store.tree import split
 from .describe import plugin_list
-from .weights import Base, base_beneath, compare_shapes, kept, places, read
+from .weights import Weights, compare_shapes
 
 log = logging.getLogger("forge_train")
 
@@ -46,21 +45,20 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> dict[str, Any]:
+def capture(stepper: Stepper, progress: Progress, weights: Weights | None = None) -> dict[str, Any]:
     """Everything that decides how the run continues.
 
     Args:
         stepper: what takes the run's steps.
         progress: how far it is.
-        base: what holds the weights that `checkpoint.only` leaves out.
+        weights: says which of the weights a checkpoint holds; by default, all of them.
     """
     job = stepper.job
     optimizer = optimizer_to_save(stepper)
     stages = job.dist.gather_stages(describe_odd(optimizer, stepper.model))
     return {
         **stepper.kept,  # first: a slot's name must not replace what a resume needs
-        "model": kept(stepper.model, job) if base else stepper.model.state_dict(),
-        "base": dataclasses.asdict(base) if base else None,
+        **(weights.saved(stepper.model) if weights else {"model": stepper.model.state_dict()}),
         "optimizer": optimizer,
         "evaluation": dict(stepper.evaluated[1].terms) if stepper.evaluated else {},
         "odd": {kind: sorted({name for odd in stages for name in odd[kind]}) for kind in stages[0]},
@@ -99,8 +97,14 @@ def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
     return state
 
 
-def restore(stepper: Stepper, progress: Progress, path: Path) -> tuple[list[str], Base | None]:
-    """Put a run where a checkpoint was taken; gives the changes that were allowed, in words, and the base beneath it.
+def restore(stepper: Stepper, progress: Progress, path: Path, source: Weights) -> list[str]:
+    """Put a run where a checkpoint was taken; gives the changes that were allowed, in words.
+
+    Args:
+        stepper: what takes the run's steps.
+        progress: gets how far it is.
+        path: the checkpoint.
+        source: says where its weights lie.
 
     Raises:
         ConfigError: if the checkpoint is of another model, other plugins or another configuration.
@@ -108,15 +112,14 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> tuple[list[str]
     job = stepper.job
     changes = compare(job, path)
     weights = stepper.model.state_dict()
-    base = base_beneath(path, job.dist, job.config.train.init_from)
-    fit = compare_shapes(path, weights, job.dist, places(path, job.dist, base))
+    fit = compare_shapes(path, weights, job.dist, source.places(path))
     like = {f"model.{name}": weights[name] for name, where in fit.files.items() if where == path}
     like["random"] = random_states_like(checkpoint.shapes(path)["random"][0], job.dist)
     like |= _sharded(stepper, path)
     like |= stepper.metrics.like(checkpoint.read_state(path).get("metrics"), checkpoint.shapes(path))
     with torch.no_grad():
         state = checkpoint.load(path, like, job.dist, elsewhere=fit.ignored)
-    read(weights, fit, job.dist, but=path)
+    source.read(weights, fit, but=path)
     progress.step, progress.tokens = state["progress"]["step"], state["progress"]["tokens"]
     progress.left_out = [(first, last) for first, last in state.get("left_out", ())]
     same = {slot for slot, name in _providers(job).items() if state["providers"][slot] == name}
@@ -144,7 +147,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> tuple[list[str]
             plugin.load_state_dict(state["plugins"][name])
     stepper.metrics.load_state_dict(state.get("metrics"))
     set_random_state_from(state["random"], job.dist, job.seed, progress.step)
-    return changes, base
+    return changes
 
 
 def _providers(job: Job) -> dict[str, str | None]:

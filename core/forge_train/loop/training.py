@@ -13,16 +13,14 @@ from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
 from ..mesh.process_group import collect, scheduled_collections
 from ..plugin import hookspecs
-from ..registry.setup import Setup
 from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
 from ..step.aggregate import Meter, split
 from ..step.forward import Evaluations, close
 from ..step.step import Progress, Stepper
-from .assembly import load_initial
 from .resume import capture, optimizer_to_save, restore
 from .saver import Saver
-from .weights import Base, check_kept
+from .weights import Weights
 
 
 class Training:
@@ -30,7 +28,7 @@ class Training:
 
     Args:
         stepper: takes the steps.
-        setup: how they were configured.
+        weights: the run's.
         saver: saves the run.
         describe: describes the run anew, from a step on, once it has taken one; if it fails before, it can be continued
             as it was.
@@ -38,12 +36,11 @@ class Training:
 
     @during("build")
     def __init__(
-        self, stepper: Stepper, setup: Setup, saver: Saver, describe: Callable[[int], None] | None = None
+        self, stepper: Stepper, weights: Weights, saver: Saver, describe: Callable[[int], None] | None = None
     ) -> None:
         self.stepper, self.job, self.model = stepper, stepper.job, stepper.model
         self.progress, job = Progress(), stepper.job
-        self._base: Base | None = None
-        self._setup = setup
+        self._weights = weights
         self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
         self._around_step = hookspecs.around("step", job)
         self.saver = saver
@@ -65,11 +62,9 @@ class Training:
                     f"{found}: is at step {self.progress.step}, and this run ends at {self.job.steps}; "
                     f"raise {self.job.config.train.length}."
                 )
-        elif taken := load_initial(self.model, self.job, self._setup.fill, self._setup.locate or checkpoint.resolve):
-            self._base = taken.base
-            missing, unexpected = list(taken.missing), list(taken.unexpected)
-            self._event("initialised", checkpoint=taken.path, missing=missing, unexpected=unexpected)
-        check_kept(self.model, self.job, self._base)
+        elif taken := self._weights.start(self.model):
+            self._event("initialised", **taken)
+        self._weights.check(self.model)
         self.saver.start(self.progress.step)
         hooks = self.job.hooks
         active = [name for name in hooks.enabled if name not in hooks.unused]
@@ -218,7 +213,7 @@ class Training:
 
     @during("load")
     def _load(self, path: Path) -> None:
-        changes, self._base = restore(self.stepper, self.progress, path)
+        changes = restore(self.stepper, self.progress, path, self._weights)
         if self.job.dist.main:
             if self.stepped:  # else the run may be refused yet, and stays as it was
                 self.job.run.cut_metrics(self.progress.step)
@@ -244,8 +239,7 @@ class Training:
                 if self.job.control.rolls_back:  # what a plugin has found by now is not worth saving
                     return
                 self._check_finite(float(result.loss), float(result.grad_norm), result)
-                base = self._base if self.job.config.checkpoint.only else None
-                self.saver.save(step, capture(self.stepper, self.progress, base), last=last)
+                self.saver.save(step, capture(self.stepper, self.progress, self._weights), last=last)
         self.progress.last_saved = step
 
     def _finish(self, outcome: Outcome, code: int, reason: str = "") -> Finished:

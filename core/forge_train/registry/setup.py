@@ -17,7 +17,6 @@ from ..config import Config, rules
 from ..config.sections import CORE_SECTIONS
 from ..config.tree import DEFAULT, Origin, Tree, Value
 from ..config.validate import Mistake, validate
-from ..contract.model import InitialWeights, Model
 from ..mesh.layout import Layout
 from ..mesh.world import World
 from ..plugin.calls import EnabledPlugin, plugin_note
@@ -33,10 +32,6 @@ log = logging.getLogger(PROJECT)
 
 UNKNOWN_STEPS = 10**9
 """Steps that stand in for those of a run whose length is in epochs, until its data was opened."""
-
-
-Fill = Callable[[Path, Model, Job], InitialWeights | None]
-"""Fills a model from a path, or gives None for a format that it does not read."""
 
 
 def no_second_start(job: Job) -> None:
@@ -56,10 +51,8 @@ class Setup:
     hooks: Hooks
     saver: Callable[[Job], Any] | None = None
     """Gives the `Saver` of a run; by default, that of `forge_train.loop.saver`."""
-    fill: Fill = lambda path, model, job: None
-    """Fills a model from `train.init_from` where that is no checkpoint, or `train.init_map` changes its weights."""
-    locate: Callable[[Path, Any], Path] | None = None
-    """Gives the checkpoint that a path means to some processes; by default, of runs and checkpoints alone."""
+    weights: Callable[[Job], Any] | None = None
+    """Gives the `Weights` of a run; by default, those of `forge_train.loop.weights`."""
     listen: Callable[[Control], AbstractContextManager[Any]] = nullcontext
     """Passes requests from outside, such as signals, to a run while the block lasts."""
     recorder: type[Recorder] = Recorder

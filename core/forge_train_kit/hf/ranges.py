@@ -9,12 +9,12 @@ from pathlib import Path
 from torch import Tensor
 
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.reading import evaluation_sums
 from forge_train.store.tensors import read_range
 from forge_train.store.tree import MODEL
 
 from ..state_map import Box
 from ..state_map.views import Stored, View
+from ..stored import evaluation_sums
 
 
 class Weights:

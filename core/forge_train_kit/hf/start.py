@@ -11,13 +11,13 @@ from forge_train.base.errors import ConfigError, ForgeError, describe
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import InitialWeights, Model
-from forge_train.loop.weights import Patterns, new_head_patterns, places
 from forge_train.plugin.job import Hooks, Job
 
 from .. import foreign, hookspecs
 from ..format import format_lines
 from ..state_map import Step, View
 from ..state_map.views import Stored
+from ..stored import Patterns, new_head_patterns, places
 from ..weights import fill, fill_views
 from . import fit
 from .folder import CONFIG, Folder, is_hugging_face

@@ -18,7 +18,6 @@ from forge_train_kit.artifacts import Recorder
 from forge_train_kit.covering import covering
 from forge_train_kit.failures import failure_of
 from forge_train_kit.fingerprint import fingerprint
-from forge_train_kit.hookspecs import initial_weights
 from forge_train_kit.stores.elsewhere import CheckpointCopies, CopiesOf, no_copies
 
 from ..hookspecs import checkpoint_copies
@@ -32,7 +31,7 @@ from .inspection import inspector
 from .request import Request, UnknownPresetError, lay, prefer_epochs
 
 if TYPE_CHECKING:
-    from forge_train.mesh.distributed import DistributedContext
+    from forge_train_kit.starting import Weights
 
     from ..saver import Saver
 
@@ -85,8 +84,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
     return replace(
         setup,
         saver=partial(_saver, copies),
-        fill=initial_weights,
-        locate=_locate,
+        weights=_weights,
         recorder=Recorder,
         environment=environment,
         listen=signals,
@@ -98,10 +96,10 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
     )
 
 
-def _locate(path: Path, dist: DistributedContext) -> Path:
-    from forge_train_kit.foreign import resolve as located  # which imports torch
+def _weights(job: Job) -> Weights:
+    from forge_train_kit.starting import Weights  # which imports torch
 
-    return located(path, dist)
+    return Weights(job)
 
 
 def _start_over(job: Job) -> None:

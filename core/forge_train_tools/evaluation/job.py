@@ -14,10 +14,9 @@ from forge_train.base.files import check_new, disk_errors, write_whole
 from forge_train.base.strict_json import dumps
 from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
-from forge_train.loop.weights import load_extra
 from forge_train.run.run import is_run
-from forge_train_kit import foreign
 from forge_train_kit.format import format_plural
+from forge_train_kit.starting import load_extra
 
 from ..inference.infer import Inference
 from ..launching.once import launch_once
@@ -166,7 +165,7 @@ def _evaluate(asked: Evaluation, prepared_tasks: Prepared, told: Told = lambda t
     with prepared(source.setup, ReadOnlyRun(run_folder(source.path))) as job:
         model = compose(job).model
         answering = Asked(job, model, asked.batch)
-        load_extra(job, locate=foreign.resolve)
+        load_extra(job)
         source.load(model, job)
         job.dist.settle(job.config.run.timeout)  # data is opened by one process, while the others wait
         found = answering.lead(partial(_lead, asked, prepared_tasks, told))

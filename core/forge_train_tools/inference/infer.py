@@ -14,10 +14,10 @@ from forge_train.compose.compose import compose
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Evaluator
 from forge_train.loop.assembly import prepared
-from forge_train.loop.weights import load_extra
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
-from forge_train_kit import foreign, hookspecs
+from forge_train_kit import hookspecs
+from forge_train_kit.starting import load_extra
 
 from ..launching.once import launch_once
 from ..launching.world import here
@@ -101,7 +101,7 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
             if asked.template and not any(job.dist.gather_objects(encode.chats.used)):
                 raise ConfigError("--template: no record is read as a chat; leave it out.")
         with _opened(asked, made_of, form, share.count, job, told) as (out, done):
-            load_extra(job, locate=foreign.resolve)
+            load_extra(job)
             source.load(forward.model, job)
             counted = Counted()
             for lines in _computed(share, chosen, form, forward, asked.batch, done):

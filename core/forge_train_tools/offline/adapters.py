@@ -10,12 +10,13 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
-from forge_train.loop.weights import Base, base_beneath, base_of, compare_shapes, places
+from forge_train.loop.weights import compare_shapes
 from forge_train_kit import foreign, hookspecs, model_files
 from forge_train_kit.format import format_lines
 from forge_train_kit.hf.ranges import Weights
 from forge_train_kit.hf.start import exported, same_modules
 from forge_train_kit.state_map import Plan, Step
+from forge_train_kit.stored import Base, base_beneath, base_of, places
 
 from .hf_files import Exchanged, appearing, put_beside
 from .opening import Wanted, compose_meta, lone_job, setup_of

@@ -9,9 +9,8 @@ from typing import Any
 
 from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
-from forge_train.loop.weights import load_extra
 from forge_train.step.forward import Evaluations, Forward
-from forge_train_kit import foreign
+from forge_train_kit.starting import load_extra
 
 from ..launching.once import launch_once
 from ..launching.world import here
@@ -69,7 +68,7 @@ def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
     path, hooks, own = source.path, source.setup.hooks, (source.saved or {}).get("plugins", {})
     with prepared(source.setup, ReadOnlyRun(run_folder(path))) as job:
         model = compose(job).model
-        load_extra(job, locate=foreign.resolve)
+        load_extra(job)
         source.load(model, job)
         found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(source.step)
         hooks.on_log(found)

@@ -21,7 +21,6 @@ from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import Model
 from forge_train.loop.describe import plugin_list
-from forge_train.loop.weights import Patterns
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
@@ -35,6 +34,7 @@ from forge_train_kit.hf.start import new_head, noting
 from forge_train_kit.new_folder import claimed
 from forge_train_kit.state_map import Plan
 from forge_train_kit.state_map.views import Stored
+from forge_train_kit.stored import Patterns
 
 from ..configuration.comments import noted
 from ..configuration.request import Request, preset

@@ -16,7 +16,7 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.files import refused, write_json
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
-from forge_train.loop.weights import compare_shapes, places
+from forge_train.loop.weights import compare_shapes
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train_kit import foreign, hookspecs, model_files
@@ -26,6 +26,7 @@ from forge_train_kit.hf.folder import CONFIG
 from forge_train_kit.hf.ranges import Weights
 from forge_train_kit.hf.start import exported, merged
 from forge_train_kit.model_files import vocabulary_of
+from forge_train_kit.stored import places
 
 from ..launching.once import launch_once
 from .hf_files import (

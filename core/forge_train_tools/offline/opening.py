@@ -15,8 +15,6 @@ from forge_train.compose.compose import compose
 from forge_train.compose.initialise import allocate
 from forge_train.config import differences
 from forge_train.contract.model import Model
-from forge_train.loop.assembly import load_initial
-from forge_train.loop.weights import load_weights
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.process_group import choose_device
@@ -27,7 +25,8 @@ from forge_train.registry.setup import Setup
 from forge_train.run.run import is_run
 from forge_train_kit import foreign
 from forge_train_kit.hf.folder import is_hugging_face
-from forge_train_kit.hookspecs import initial_weights
+from forge_train_kit.starting import load_initial
+from forge_train_kit.stored import load_weights
 
 from ..configuration.request import Request, added_axes, lay
 from ..configuration.setup import resolve
@@ -123,7 +122,7 @@ class Source:
     def load(self, model: Model, job: Job) -> None:
         """Fill a composed model whose memory is allocated."""
         if self.saved is None:
-            load_initial(model, job, initial_weights, foreign.resolve)
+            load_initial(model, job)
         else:
             load_weights(model, job, self.path, base=job.config.train.init_from)
 

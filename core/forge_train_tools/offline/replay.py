@@ -17,9 +17,8 @@ from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.found import left_out, newest
 from forge_train.checkpoint.seal import ALONE
 from forge_train.contract.batch import MASKED, Batch
-from forge_train.loop.assembly import assemble, load_initial, prepare_process
+from forge_train.loop.assembly import assemble, prepare_process
 from forge_train.loop.resume import restore
-from forge_train.loop.weights import load_extra
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
 from forge_train.mesh.process_group import choose_device
@@ -31,8 +30,7 @@ from forge_train.run import records
 from forge_train.run.run import Run, is_run
 from forge_train.step.forward import close
 from forge_train.step.step import Progress, Stepper
-from forge_train_kit import foreign
-from forge_train_kit.hookspecs import initial_weights
+from forge_train_kit.starting import Weights
 
 from ..configuration.request import Request, one_process
 from ..configuration.setup import resolve
@@ -126,12 +124,13 @@ def _setup(run: Path, path: Path | None, settings: tuple[str, ...]) -> Setup:
 def _begin(stepper: Stepper, progress: Progress, run: Path, path: Path | None) -> None:
     job, model = stepper.job, stepper.model
     job.hooks.on_start(model, stepper.optimizer)
-    load_extra(job, path, foreign.resolve)
+    weights = Weights(job)
+    weights.start_extra(path)
     if path is not None:
-        restore(stepper, progress, path)
+        restore(stepper, progress, path, weights)
         progress.left_out = sorted({*progress.left_out, *left_out(run)})
     else:
-        load_initial(model, job, initial_weights, foreign.resolve)
+        weights.start(model)
     model.train()
 
 

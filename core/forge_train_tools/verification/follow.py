@@ -19,11 +19,12 @@ from torch import Tensor
 from forge_train.base.errors import PluginError
 from forge_train.contract.events import Update
 from forge_train.loop.resume import restore
-from forge_train.loop.weights import compare_shapes, places
+from forge_train.loop.weights import compare_shapes
 from forge_train.mesh.tensors import gradients_of
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 from forge_train.step.step import total_norm
+from forge_train_kit.stored import places
 
 from .numbers import errors, typical
 from .numbers import norm as norm_of
@@ -104,7 +105,7 @@ def follow(
         found = Followed(one.seen, one.steps, one.training_loss, decay=one.decay)
         tensors, rest = one.tensors()
         mine, at = {name: _kept(tensor) for name, tensor in tensors.items()}, one.position
-        restore(one.stepper, one.progress, folder / "checkpoint")
+        restore(one.stepper, one.progress, folder / "checkpoint", one.weights)
         theirs, other = one.tensors()
         found.loaded, found.position = one.hashes(), (at, one.position)
         theirs = {name: _kept(tensor) for name, tensor in theirs.items()}

@@ -18,9 +18,8 @@ from forge_train.compose.initialise import local_window
 from forge_train.contract.batch import MicroBatch
 from forge_train.contract.events import CheckpointEvent, StepResult, Update
 from forge_train.contract.protocols import Loader
-from forge_train.loop.assembly import assemble, load_initial
+from forge_train.loop.assembly import assemble
 from forge_train.loop.resume import capture, restore
-from forge_train.loop.weights import load_extra
 from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Hooks, Job
@@ -28,9 +27,8 @@ from forge_train.step.aggregate import split as values_of
 from forge_train.step.forward import Evaluations
 from forge_train.step.step import Progress, Stepper, Watcher
 from forge_train.store.tree import split
-from forge_train_kit import foreign
-from forge_train_kit.hookspecs import initial_weights
 from forge_train_kit.model.choices import heard_by
+from forge_train_kit.starting import Weights
 
 from ..facts import DISPLAY, ROUNDS
 from .fingerprints import WatchedLoader, fingerprint, hash_of
@@ -62,8 +60,9 @@ class Watched(Watcher):
         self.model, self.optimizer = self.stepper.model, self.stepper.optimizer
         self.held_out_start = self.stepper.held_out.state_dict() if self.stepper.held_out else {}
         _begin(job.hooks, self.stepper)
-        load_extra(job, locate=foreign.resolve)
-        load_initial(self.model, job, initial_weights, foreign.resolve)
+        self.weights = Weights(job)
+        self.weights.start_extra(None)
+        self.weights.start(self.model)
         to_peak(self.stepper.schedule, self.optimizer, job.steps)
         ties = (*TIES, *filter(None, (ROUNDS.of(enabled.cls) for enabled in job.hooks.enabled.values())))
         self._counter = Counter(self.model.named_modules(), self.rows, job.config.train.micro_batch, ties)
@@ -121,7 +120,7 @@ class Watched(Watcher):
         if self.folder is None or not (before := self.folder / BEFORE_LAST).exists():
             return []
         self._repeats = True
-        restore(self.stepper, self.progress, before)
+        restore(self.stepper, self.progress, before, self.weights)
         self._step()
         self._counter.end()
         ended, now = self._ended, self._whole_state()
