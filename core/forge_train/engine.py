@@ -104,7 +104,7 @@ def train(
             training.start(found)
             return training.run()
         except BaseException as error:
-            hooks.note_plugin(error)
+            hooks.note_plugin(error, hooks.enabled.values(), hooks.specs)
             shown = _record_failure(job, setup, training, model, error)
             if shown is not error:
                 raise shown from error
@@ -201,7 +201,7 @@ def _opened(job: Job, setup: Setup, start: Start) -> Iterator[None]:
             shutil.rmtree(job.run.dir, ignore_errors=True)
         raise
     except Exception as error:
-        job.hooks.note_plugin(error)
+        job.hooks.note_plugin(error, job.hooks.enabled.values(), job.hooks.specs)
         if not isinstance(error, ForgeError):  # whose message says all there is to say
             log.error("The run failed.", exc_info=error, extra={"screen": False})
         raise

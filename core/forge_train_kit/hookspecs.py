@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from forge_train.config import Config
-from forge_train.contract.model import InitialWeights, Model
+from forge_train.contract.model import ExtraModel, InitialWeights, Model
 from forge_train.plugin.job import Job
 from forge_train.plugin.specs import hookspec
 from forge_train_kit.capabilities import KernelCapabilities
@@ -85,6 +85,11 @@ def intervene(model: Model, job: Job) -> Mapping[str, Callable[..., Any]] | None
     and of its `Positions`, which gives values of the same shape; `forge_train_kit.activations.OfInput` makes it one of
     what the module is given.
     """
+
+
+@hookspec("questions")
+def extra_models(job: Job) -> Iterable[ExtraModel] | None:
+    """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
 
 
 @hookspec("chain", optional=True, asked=None, starts_only=True)

@@ -11,10 +11,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from forge_train.base.errors import ConfigError, during
+from forge_train.base.errors import ConfigError, during, told_of
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.seal import weights_digest
-from forge_train.compose.extra import told_of
 from forge_train.contract.model import InitialWeights, Model
 from forge_train.loop import weights
 from forge_train.plugin.job import Job

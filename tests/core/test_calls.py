@@ -42,11 +42,11 @@ from forge_train.base.names import PluginRef
 from forge_train.contract.events import Evaluation, Finished, StepResult
 from forge_train.plugin import hookspecs as kernel
 from forge_train.plugin.calls import Calls, EnabledPlugin, implemented
-from forge_train.plugin.guards import note_plugin
 from forge_train.plugin.hookspecs import SPECS
 from forge_train.plugin.job import Hooks
 from forge_train.registry.declared import Specs
 from forge_train_kit import hookspecs
+from forge_train_kit.blame import note_plugin
 from forge_train_kit.layers import Layer
 
 ALL = Specs([])
@@ -574,7 +574,7 @@ def test_questions_collect_or_have_one_answer() -> None:
 
     def only(*plugins: Plugin) -> Any:
         made = hooks(*plugins)
-        return made.only(SPECS["extra_models"], {"job": made.job})
+        return made.only(ALL["extra_models"], {"job": made.job})
 
     models = [ExtraModel("teacher")]
     assert only(plugin("A", None), plugin("B", models)) is models

@@ -24,6 +24,7 @@ from forge_train.plugin.specs import HookSpec
 from forge_train.registry import declared
 from forge_train.registry.declared import SpecModule, Specs, spec_modules
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
+from forge_train_kit.blame import note_plugin
 from forge_train_tools.configuration.inspection import inspector
 from forge_train_tools.hook_table import declarations
 from forge_train_tools.testing import TinyRun, check
@@ -568,7 +569,7 @@ def test_a_failure_in_what_a_question_gave_names_the_hook(used_later: bool) -> N
     ((_, score),) = scores(job)
     with pytest.raises(LookupError) as caught:
         score()
-    made.note_plugin(caught.value)
+    note_plugin(caught.value, made.enabled.values(), made.specs)
     (note,) = caught.value.__notes__
     assert note.startswith("in plugin 'a' (dist 1)")
     assert ("hook scores" in note) == used_later

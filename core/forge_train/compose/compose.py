@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import ConfigError, ForgeError, PluginError, during, locate
+from ..base.errors import ConfigError, ForgeError, PluginError, during, locate, told_of
 from ..base.format import format_list, place
 from ..contract.model import Extra, ExtraModel, Init, Model
 from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
@@ -19,9 +19,7 @@ from ..plugin import hookspecs
 from ..plugin.calls import EnabledPlugin, plugin_note, without
 from ..plugin.job import Job
 from ..plugin.returns import kind_of
-from ..registry.unused import note_unused
 from .coverage import addressable, check_added, check_coverage, needed
-from .extra import extra_jobs, told_of
 from .initialise import declared, materialise, retie, tied_groups
 
 Named = tuple[str, Transform]  # with the name of its plugin
@@ -70,7 +68,7 @@ def compose(
     """
     composition = _composed(job, change=change)
     if extra:
-        composition.extra = [_extra(job, spec, own, composition) for spec, own in extra_jobs(job)]
+        composition.extra = [_extra(job, spec, own, composition) for spec, own in job.hooks.extra_jobs(job)]
     if allocate:
         composition.allocate(job)
     return composition
@@ -123,7 +121,7 @@ def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], N
             }
         )
     check_coverage(job, (transform for _, transform in transforms))
-    note_unused(job.hooks, job.config, "composition")
+    job.hooks.at_stage(job.hooks, job.config, "composition")
     acting = {plugin for plugin, _ in offered}  # a fallback is not idle: another plugin does its work
     idle = tuple(name for name in job.hooks.implementers("parallelize") if name not in acting)
     expected_bytes: Counter[str] = Counter()

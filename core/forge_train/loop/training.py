@@ -13,7 +13,6 @@ from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
 from ..mesh.process_group import collect, scheduled_collections
 from ..plugin import hookspecs
-from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
 from ..step.aggregate import Meter, split
 from ..step.forward import Evaluations, close
@@ -54,7 +53,7 @@ class Training:
     def start(self, found: Path | None) -> None:
         """Tell the plugins, then resume, or take the weights the configuration names."""
         self.job.hooks.on_start(self.model, self.stepper.optimizer)
-        note_unused(self.job.hooks, self.job.config, "start")
+        self.job.hooks.at_stage(self.job.hooks, self.job.config, "start")
         if found is not None:
             self._load(found)
             if self.progress.step >= self.job.steps and found.parent != self.job.run.checkpoints:
@@ -246,7 +245,7 @@ class Training:
         generates = not self.model.looks_ahead
         finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason, generates)
         if outcome == "done":
-            note_uncalled(self.job.hooks, "run")
+            self.job.hooks.at_stage(self.job.hooks, self.job.config, "run")
         for name in self.job.hooks.implementers("on_end"):
             self.told_of_end.add(name)
             self.job.hooks.on_end(finished, only=name)

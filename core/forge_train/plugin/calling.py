@@ -5,16 +5,17 @@ It also checks that the providers of several slots fit together: task and loss f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ..base.errors import ConfigError
 from ..base.names import HookOrigin, PluginRef, import_module
+from ..contract.model import ExtraModel
 from .calls import Calls, EnabledPlugin, at_home, without
-from .guards import Guarded, nesting, note_plugin
+from .guards import Guarded, nesting
 from .plugin import Plugin
 from .returns import protocol_of
-from .specs import HookSpec
+from .specs import HookSpec, Stage
 
 Specs = Mapping[str, HookSpec[..., Any]]
 _T = TypeVar("_T")
@@ -36,7 +37,12 @@ class Caller:
         self.opened = False  # whether the model is only opened, as to generate text: nothing reads rows of the data
         self.fingerprint: Callable[[PluginRef], str] = lambda ref: ""  # of a plugin's code, as plugins.json has it
         self.covering: Callable[[str], list[str]] = lambda axis: []  # installed plugins that would cover an axis
-        self.unused: set[str] = set()  # plugins that turned out to have nothing to do; see `registry.unused`
+        self.extra_jobs: Callable[[Any], Iterable[tuple[ExtraModel, Any]]] = (
+            lambda job: ()
+        )  # of the models beside a job's
+        self.at_stage: Callable[[Any, Any, Stage], None] = lambda hooks, config, stage: None  # looks for idle plugins
+        self.note_plugin: Callable[[BaseException, Iterable[EnabledPlugin], Specs], None] = lambda *_: None
+        self.unused: set[str] = set()  # plugins that turned out to have nothing to do
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
         self.called: set[str] = set()
         self.spans: dict[str, list[tuple[str, Any]]] = {}  # a span, and what plugins answered about it
@@ -95,10 +101,6 @@ class Caller:
         """`plugin 'mine' (my-package 1.0)` for what an enabled plugin's code made; empty for anything else."""
         labels = dict.fromkeys(one.ref.label for one in at_home(type(thing).__module__, self.enabled.values()))
         return f"plugin {' or '.join(labels)}" if labels else ""
-
-    def note_plugin(self, error: BaseException) -> None:
-        """Add a note to an error that names the plugin it comes from."""
-        note_plugin(error, self.enabled.values(), self.specs)
 
     def vacate(self, slot: str) -> None:
         """Have nobody fill an optional slot in this process."""

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Literal
 from ..base.errors import Problem
 from ..contract.batch import Preparation
 from ..contract.events import Metric
-from ..contract.model import ExtraModel
 from ..contract.protocols import (
     Evaluator,
     Executor,
@@ -62,11 +61,6 @@ def build_model(job: Job) -> nn.Module:
 @hookspec("phases")
 def parallelize(job: Job) -> Transform | Iterable[Transform] | None:
     """Changes of the model, each in its phase; None where there is nothing to do at this size."""
-
-
-@hookspec("questions")
-def extra_models(job: Job) -> Iterable[ExtraModel] | None:
-    """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
 
 
 # -- the data -------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from ..mesh.distributed import DistributedContext
 from ..mesh.tensors import full_tensor, gradients_of, local, scale
 from ..plugin import hookspecs
 from ..plugin.job import Job
-from ..registry.unused import note_unused
 from ..store.placement import reduce_partial
 from .forward import Counts, Forward
 
@@ -78,7 +77,7 @@ class Stepper(Forward):
         self._watcher = watcher
         model.watch(watcher.on_micro_batch)
         self.loss_scale: LossScale | None = hookspecs.loss_scale(job) if job.hooks.provider("loss_scale") else None
-        note_unused(job.hooks, job.config, "assembly")
+        job.hooks.at_stage(job.hooks, job.config, "assembly")
         _check_parameters(job, model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.kept = {slot: keeper.digest(job) for slot, keeper in job.hooks.keepers.items()}

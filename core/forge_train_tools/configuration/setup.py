@@ -15,10 +15,13 @@ from forge_train.plugin.job import Hooks, Job
 from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
 from forge_train.registry.setup import Setup, make_setup
 from forge_train_kit.artifacts import Recorder
+from forge_train_kit.blame import note_plugin
 from forge_train_kit.covering import covering
+from forge_train_kit.extra import extra_jobs
 from forge_train_kit.failures import failure_of
 from forge_train_kit.fingerprint import fingerprint
 from forge_train_kit.stores.elsewhere import CheckpointCopies, CopiesOf, no_copies
+from forge_train_kit.unused import note_idle
 
 from ..hookspecs import checkpoint_copies
 from ..launching.changes import tell_changes
@@ -79,8 +82,10 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
     except ConfigError as error:
         error.args = (named(str(error)),)
         raise
-    setup.hooks.fingerprint, setup.hooks.covering = fingerprint, covering
-    copies = partial(copies_of, setup.hooks)
+    hooks = setup.hooks
+    hooks.fingerprint, hooks.covering, hooks.extra_jobs = fingerprint, covering, extra_jobs
+    hooks.at_stage, hooks.note_plugin = note_idle, note_plugin
+    copies = partial(copies_of, hooks)
     return replace(
         setup,
         saver=partial(_saver, copies),

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 
-from ..base.errors import ConfigError, nearest
-from ..config import Config
-from ..config.tree import Key, Origin, Value
-from ..config.validate import plain, validate
-from ..contract.model import ExtraModel
-from ..plugin import hookspecs
-from ..plugin.job import Hooks, Job
-from ..registry.setup import instance
+from forge_train.base.errors import ConfigError, nearest, told_of
+from forge_train.config import Config
+from forge_train.config.tree import Key, Origin, Value
+from forge_train.config.validate import plain, validate
+from forge_train.contract.model import ExtraModel
+from forge_train.plugin.job import Hooks, Job
+from forge_train.registry.setup import instance
+
+from .hookspecs import extra_models
 
 OWN = Origin("plugin", "its values")
 
@@ -26,7 +26,7 @@ def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
         ConfigError: for a name that is taken, and for sections that are not valid.
     """
     taken: set[str] = set()
-    for plugin, spec in ((name, one) for name, found in hookspecs.extra_models(job) for one in found):
+    for plugin, spec in ((name, one) for name, found in extra_models(job) for one in found):
         if not spec.name.isidentifier() or spec.name in taken:
             raise ConfigError(
                 f"{job.hooks.whose('extra_models', plugin)}: {spec.name!r} is taken, or is no identifier."
@@ -34,15 +34,6 @@ def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
         taken.add(spec.name)
         with told_of(f"In {spec}"):
             yield spec, _job(job, spec)
-
-
-@contextmanager
-def told_of(what: str) -> Iterator[None]:
-    """Mistakes in the block are told of this."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from error
 
 
 def _job(job: Job, spec: ExtraModel) -> Job:
@@ -65,6 +56,7 @@ def _job(job: Job, spec: ExtraModel) -> Job:
     config: Config = dataclasses.replace(job.config, run=run, sections=sections, origins={})
     defaults = {slot: name for slot, name in job.hooks.defaults.items() if name in sections}
     hooks = Hooks([(one, instance(one, sections[one.name])) for one in enabled], defaults, job.hooks.specs)
+    hooks.at_stage = job.hooks.at_stage
     if problems := [one for one in hooks.check_config(config) if not one.data]:  # those of the run were checked
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
     hooks.bind(other := Job(config, hooks, job.run, job.dist, job.control, step=job.step))

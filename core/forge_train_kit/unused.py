@@ -8,18 +8,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from ..base.errors import ConfigError
-from ..config.tree import Origin
-from ..plugin.calls import EnabledPlugin, implemented
-from ..plugin.hookspecs import SPECS
-from ..plugin.job import Hooks
-from ..plugin.plugin import PROJECT
-from ..plugin.specs import Stage
+from forge_train.base.errors import ConfigError
+from forge_train.config.tree import Origin
+from forge_train.plugin.calls import EnabledPlugin, implemented
+from forge_train.plugin.hookspecs import SPECS
+from forge_train.plugin.job import Hooks
+from forge_train.plugin.plugin import PROJECT
+from forge_train.plugin.specs import Stage
 
 if TYPE_CHECKING:
-    from ..config import Config
+    from forge_train.config import Config
 
 log = logging.getLogger(PROJECT)
+
+
+def note_idle(hooks: Hooks, config: Config, stage: Stage) -> None:
+    """Report plugins that had nothing to do by a stage; at the end of a run, hooks that nothing has called.
+
+    Raises:
+        ConfigError: as `note_unused` does.
+    """
+    if stage == "run":
+        note_uncalled(hooks, stage)
+    else:
+        note_unused(hooks, config, stage)
 
 
 def note_unused(hooks: Hooks, config: Config, stage: Stage) -> None:
