@@ -14,7 +14,6 @@ from .base.errors import ConfigError, DivergedError, ForgeError, describe
 from .base.files import DiskError, LogFile, disk_errors, plain, remove_remains, write_json
 from .checkpoint import checkpoint
 from .compose.compose import Composition
-from .config.tree import DEFAULT
 from .contract.events import Finished, Outcome
 from .contract.model import Model
 from .loop.assembly import assemble, joined, prepare_process
@@ -23,9 +22,7 @@ from .loop.resume import check_allowed, compare
 from .loop.saver import Saver
 from .loop.training import Training
 from .loop.weights import Weights
-from .mesh.axes import CONFIGURED
 from .plugin.job import Job
-from .registry.declared import installed
 from .registry.setup import Setup
 from .run.run import Run, is_kept, is_run
 from .run.start import Start
@@ -88,7 +85,7 @@ def train(
             composition.allocate(job)
             weights.start_extra(found)
             if dist.main:
-                _tell_idle(job, composition)
+                setup.tell_idle(job, composition.idle)
                 if known and fresh:  # not before the new layout has been found to hold it
                     setup.start_over(job)
                 with disk_errors(run.dir / "composition.json"):
@@ -109,16 +106,6 @@ def train(
             if shown is not error:
                 raise shown from error
             raise
-
-
-def _tell_idle(job: Job, composition: Composition) -> None:
-    """Warn of plugins of an axis that nobody made larger than 1."""
-    axes = {*CONFIGURED, *installed()}
-    for name in composition.idle:
-        for axis in sorted(axes.intersection(job.hooks.enabled[name].cls.provides)):
-            if job.config.origin(("parallel", axis)) is DEFAULT:
-                key = f"parallel.{axis}"
-                log.warning("Plugin %r does nothing here: %s is 1; set it, as in -s %s=2.", name, key, key)
 
 
 def _record_failure(

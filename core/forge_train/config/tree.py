@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -66,6 +66,9 @@ class Tree:
     """Plugins and defaults beneath every configuration: they need not be written into a complete one."""
     source: str = ""
     """Name of the configuration, for the ids of runs."""
+    parallel: Callable[[Collection[str]], type | None] = lambda names: None
+    """Gives a section [parallel] with axes of packages, for the keys of that section; None for Forge's own. It raises a
+    ConfigError for an axis that can't be used."""
 
     @classmethod
     def of(cls, table: Mapping[str, Any], source: str = "python") -> Tree:

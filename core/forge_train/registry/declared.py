@@ -1,4 +1,4 @@
-"""The hooks and mesh axes that distributions declare, read from metadata and as text; a run imports those it needs.
+"""The hooks that distributions declare, read from metadata and as text; a run imports those it needs.
 
 A module of specs is an entry point of the group `forge_train.hookspecs`. A plugin in a file, of contrib or named by its
 path, may declare hooks in that file.
@@ -6,10 +6,9 @@ path, may declare hooks in that file.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +16,13 @@ from typing import Any
 
 from ..base.errors import ConfigError, ForgeError, describe
 from ..base.format import place
-from ..base.names import import_module, is_file, locate, split
-from ..config.sections import ParallelSection, parallel_section
-from ..mesh.axes import AXES, CONFIGURED, Axis
+from ..base.names import import_module, is_file, locate
 from ..plugin import hookspecs
 from ..plugin.calls import EnabledPlugin, implemented
 from ..plugin.specs import HookSpec, specs_of
 from .discovery import CONTRIB, DISTRIBUTION, contributed, entry_points, identity, own_version
 
 GROUP = "forge_train.hookspecs"
-AXES_GROUP = "forge_train.axes"
 _SPEC = re.compile(r"^@(?:\w+\.)?hookspec\(.*?^def (\w+)\(", re.MULTILINE | re.DOTALL)
 
 
@@ -160,54 +156,3 @@ class Specs(dict[str, HookSpec[..., Any]]):
                 self._mistakes.append(
                     f"Hook {name!r} is declared by {' and by '.join(places)}: uninstall one, or rename its hook."
                 )
-
-
-# -- mesh axes ----------------------------------------------------------------------------------------
-
-
-def section_of(names: Collection[str]) -> type[ParallelSection]:
-    """Return the section `[parallel]` with those axes of other packages that the configuration names.
-
-    Raises:
-        ConfigError: for one that can't be used.
-    """
-    if not (wanted := {*names} - {*CONFIGURED}):
-        return ParallelSection
-    points = entry_points(AXES_GROUP)
-    axes = tuple(_load_axis([*points.select(name=name)]) for name in sorted(wanted & points.names))
-    return parallel_section(axes, () if wanted <= points.names else tuple(sorted(points.names)))
-
-
-def of_distribution(name: str) -> tuple[Axis, ...]:
-    """Return the axes that a distribution adds."""
-    points = entry_points(AXES_GROUP)
-    names = {point.name for point in points if identity(point.dist)[0] == name}
-    return tuple(_load_axis([*points.select(name=one)]) for one in sorted(names))
-
-
-def installed() -> set[str]:
-    """Return the names of the axes that other packages add."""
-    return entry_points(AXES_GROUP).names
-
-
-def _load_axis(points: list[importlib.metadata.EntryPoint]) -> Axis:
-    point = points[0]
-    owners = [" ".join(identity(one.dist)).strip() for one in points]
-    if len(points) > 1:
-        raise ConfigError(f"The axis {point.name!r} is declared by {' and by '.join(sorted(owners))}: uninstall one.")
-    where = f"Axis {point.name!r} of {owners[0]} ({point.value})"
-    try:
-        axis = getattr(import_module(point.value), split(point.value)[1])
-    except (Exception, SystemExit) as error:  # whatever a stranger's module does while it is imported
-        raise ConfigError(f"{where} failed to import: {describe(error)}.") from error
-    if not isinstance(axis, Axis):
-        raise ConfigError(f"{where} must be a forge_train.Axis, found {type(axis).__name__}.")
-    if axis.name != point.name:
-        raise ConfigError(f"{where} is named {axis.name!r}; its entry point must have the same name.")
-    if axis.name in AXES or not axis.name.isidentifier():
-        raise ConfigError(f"{where} must be a Python identifier, and no axis of Forge's; rename it.")
-    if axis.splits_data and not axis.averages:
-        raise ConfigError(f"{where} splits data, so gradients must be averaged along it: add averages=True.")
-    if axis.domains or axis.divides or not axis.configured:
-        raise ConfigError(f"{where} sets `domains`, `divides` or `configured`, which are for Forge's axes; omit them.")
-    return axis

@@ -25,7 +25,6 @@ from ..plugin.plugin import PROJECT, Plugin
 from ..run.control import Control
 from ..run.run import Recorder
 from ..run.start import Claim, claim
-from .declared import section_of
 from .resolution import Resolution
 
 log = logging.getLogger(PROJECT)
@@ -65,6 +64,8 @@ class Setup:
     """Makes the process group of a process on its device; by default, as torch does."""
     tell_changes: Callable[[Job, Path], None] = lambda job, path: None
     """Tells what has changed since a checkpoint that a run may resume from."""
+    tell_idle: Callable[[Job, Iterable[str]], None] = lambda job, idle: None
+    """Tells of plugins that could transform, and have nothing to do at this size."""
     failure: Callable[[BaseException, int], Failure] = Failure.of
     """Describes the failure of a rank, for outcome.json."""
     claim: Claim = claim
@@ -113,7 +114,7 @@ def make_setup(
         sections = _sections(tree, enabled, resolution)
     classes: dict[str, type] = dict(CORE_SECTIONS)
     try:
-        classes["parallel"] = section_of({key[0] for key in tree.below(("parallel",))})
+        classes["parallel"] = tree.parallel({key[0] for key in tree.below(("parallel",))}) or classes["parallel"]
     except ConfigError as error:
         tree.mistakes.append(str(error))
         del classes["parallel"]

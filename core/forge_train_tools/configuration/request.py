@@ -12,7 +12,7 @@ from forge_train.base.names import canonical
 from forge_train.config import LENGTHS
 from forge_train.config.tree import TABLE, TOP_KEYS, Key, Origin, OriginKind, Tree, Value, leaves
 from forge_train.mesh.axes import CONFIGURED, Table
-from forge_train.registry.declared import installed
+from forge_train_kit.axes import installed, section_of
 
 from .presets import base_preset, presets
 from .toml import Document, read
@@ -72,7 +72,7 @@ def lay(request: Request) -> Tree:
     Raises:
         ConfigError: for a file that can't be read, a preset that does not exist, an assignment that is none.
     """
-    tree = Tree()
+    tree = Tree(parallel=section_of)
     if beneath := base_preset():
         bottom = read(beneath)
         aliases: dict[str, str] = bottom.data.get("aliases", {})

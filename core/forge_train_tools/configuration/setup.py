@@ -15,6 +15,7 @@ from forge_train.plugin.job import Hooks, Job
 from forge_train.registry.discovery import discover, dotted, in_file, is_name, plugin_name
 from forge_train.registry.setup import Setup, make_setup
 from forge_train_kit.artifacts import Recorder
+from forge_train_kit.axes import tell_idle
 from forge_train_kit.blame import note_plugin
 from forge_train_kit.covering import covering
 from forge_train_kit.extra import extra_jobs
@@ -96,6 +97,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         start_over=_start_over,
         meet=meet,
         tell_changes=tell_changes,
+        tell_idle=tell_idle,
         failure=failure_of,
         claim=partial(claimed, copies),
     )

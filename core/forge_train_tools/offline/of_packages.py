@@ -7,8 +7,9 @@ from collections.abc import Iterator, Set
 from forge_train.config.tree import Key, Tree
 from forge_train.mesh.axes import CONFIGURED
 from forge_train.plugin.calls import implemented
-from forge_train.registry.declared import installed, spec_modules
+from forge_train.registry.declared import spec_modules
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
+from forge_train_kit.axes import installed
 
 
 def answering_others(names: Set[str]) -> Iterator[str]:

@@ -11,8 +11,8 @@ from forge_train.contract.transform import Phase
 from forge_train.loop.describe import to_toml
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import EnabledPlugin
-from forge_train.registry.declared import of_distribution
 from forge_train.registry.discovery import plugin_name
+from forge_train_kit.axes import of_distribution
 
 from ..configuration.request import Request
 from ..verification import Verdict

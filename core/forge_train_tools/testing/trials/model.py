@@ -18,7 +18,7 @@ from forge_train.contract.transform import Phase, Transform
 from forge_train.mesh.axes import CONFIGURED
 from forge_train.plugin import hookspecs
 from forge_train.plugin.calls import implemented
-from forge_train.registry.declared import installed
+from forge_train_kit.axes import installed
 from forge_train_kit.hf import HFModel
 from forge_train_kit.state_map import View
 
