@@ -94,7 +94,7 @@ def train(
         try:
             describe = partial(describe_run, run, setup, fresh=fresh)
             training = Training(
-                assemble(job, watcher, allocate), weights, saver, describe if known and dist.main else None
+                assemble(job, watcher, allocate), setup, weights, saver, describe if known and dist.main else None
             )
             stack.callback(training.close)
             stack.enter_context(setup.listen(job.control))

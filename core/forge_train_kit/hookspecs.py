@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from forge_train.config import Config
 from forge_train.contract.model import ExtraModel, InitialWeights, Model
+from forge_train.contract.protocols import Evaluator
 from forge_train.plugin.job import Job
 from forge_train.plugin.specs import hookspec
 from forge_train_kit.capabilities import KernelCapabilities
@@ -90,6 +91,11 @@ def intervene(model: Model, job: Job) -> Mapping[str, Callable[..., Any]] | None
 @hookspec("questions")
 def extra_models(job: Job) -> Iterable[ExtraModel] | None:
     """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
+
+
+@hookspec("questions", used_later=True)
+def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
+    """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
 
 
 @hookspec("chain", optional=True, asked=None, starts_only=True)

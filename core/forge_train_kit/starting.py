@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,13 +16,27 @@ from forge_train.base.errors import ConfigError, during, told_of
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.seal import weights_digest
 from forge_train.contract.model import InitialWeights, Model
+from forge_train.contract.protocols import EvaluatedWeights
 from forge_train.loop import weights
+from forge_train.loop.resume import stateful
 from forge_train.plugin.job import Job
 from forge_train.run.run import is_checkpoint, is_run
+from forge_train.store.tree import split
 
 from .foreign import resolve
 from .hookspecs import initial_weights
-from .stored import Base, Patterns, base_beneath, load_weights, new_head_patterns, places, read, same
+from .stored import (
+    Base,
+    Patterns,
+    base_beneath,
+    check_evaluation,
+    evaluated_weights,
+    load_weights,
+    new_head_patterns,
+    places,
+    read,
+    same,
+)
 
 log = logging.getLogger("forge_train")
 
@@ -31,8 +46,14 @@ class Weights(weights.Weights):
 
     reads_others = True
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, *, whole: bool = False) -> None:
+        """
+        Args:
+            job: the run.
+            whole: whether its checkpoints hold all weights, whatever `checkpoint.only` says.
+        """
         super().__init__(job)
+        self._whole = whole
         self._base: Base | None = None
 
     def start_extra(self, found: Path | None) -> None:
@@ -47,10 +68,24 @@ class Weights(weights.Weights):
     def check(self, model: Model) -> None:
         check_kept(model, self._job, self._base)
 
+        _ = self._evaluated  # what can't be is told before the first step
+
+    @cached_property
+    def _evaluated(self) -> tuple[str, EvaluatedWeights] | None:
+        return evaluated_weights(self._job)
+
+    def check_state(self, model: Model, optimizer: Mapping[str, Tensor]) -> None:
+        if self._evaluated:
+            (name, declared), held = self._evaluated, dict(optimizer)
+            split({name: plugin.state_dict() for name, plugin in stateful(self._job)}, "plugins", held)
+            split(model.state_dict(), "model", held)
+            check_evaluation(declared.terms, held, self._job.hooks.whose("around", name))
+
     def saved(self, model: Model) -> dict[str, Any]:
-        base = self._base if self._job.config.checkpoint.only else None
+        base = self._base if self._job.config.checkpoint.only and not self._whole else None
         held = kept(model, self._job) if base else model.state_dict()
-        return {"model": held, "base": dataclasses.asdict(base) if base else None}
+        terms = dict(self._evaluated[1].terms) if self._evaluated else {}
+        return {"model": held, "base": dataclasses.asdict(base) if base else None, "evaluation": terms}
 
     def places(self, path: Path) -> dict[str, Path]:
         self._base = base_beneath(path, self._job.dist, self._job.config.train.init_from)

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.base.errors import ConfigError
+from forge_train.base.errors import ConfigError, PluginError
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.seal import weights_digest
 from forge_train.contract.model import Model
+from forge_train.contract.protocols import EvaluatedWeights
 from forge_train.loop.weights import Fit, compare_shapes, stored
 from forge_train.mesh.distributed import DistributedContext
+from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
+from forge_train.plugin.returns import kind_of
 from forge_train.store import tensors
 from forge_train.store.tree import MODEL
 
@@ -208,3 +211,39 @@ def take_evaluated(path: Path, weights: Mapping[str, Tensor], dist: DistributedC
             for term, by in terms.items():
                 if term in others:
                     weight.add_(others[term], alpha=by)
+
+
+def evaluated_weights(job: Job) -> tuple[str, EvaluatedWeights] | None:
+    """The plugin whose span `evaluate` puts other weights in and says which, and that span. Plugins are asked for
+    it unless they were before.
+
+    Raises:
+        ConfigError: if several plugins do.
+        PluginError: if terms are not numbers by name.
+    """
+    hooks = job.hooks
+    if "evaluate" not in hooks.spans:
+        hookspecs.around("evaluate", job)
+    telling = [(name, one) for name, one in hooks.spans["evaluate"] if isinstance(one, EvaluatedWeights)]
+    given = hooks.one(telling, lambda names: f"Plugins {names} both evaluate other weights than those trained")
+    kind = kind_of(Mapping[str, float])
+    if given and (text := kind.problem(given[1].terms)):
+        raise PluginError(f"{hooks.whose('around', given[0])}: `terms` must be {kind.words}, {text}.")
+    return given
+
+
+def check_evaluation(declared: Mapping[str, float], held: Mapping[str, Tensor], whose: str) -> None:
+    """Check that the tensors a plugin declares for evaluations exist.
+
+    Args:
+        declared: the terms of `EvaluatedWeights`.
+        held: tensors of the model, the optimizer and the plugins, by their names in a checkpoint.
+        whose: the plugin and its hook.
+
+    Raises:
+        PluginError: naming what does not exist.
+    """
+    names = [key.removeprefix(MODEL) for key in held if key.startswith(MODEL)]
+    for pattern in declared:
+        if not any(pattern.replace("{name}", name) in held for name in names):
+            raise PluginError(f"{whose}: {pattern!r} names no tensor of a checkpoint, whatever parameter {{name}} is.")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.errors import ConfigError, PluginError
+from ..base.errors import ConfigError
 from ..base.files import load_json
 from ..base.strict_json import COUNT, PAIRS, odd
 from ..mesh.distributed import DistributedContext
@@ -20,7 +20,7 @@ from ..store import tensors
 from ..store.index import read_index
 from ..store.manifest import EDITABLE, FORMAT, LARGEST, STATE, other_format, way_out
 from ..store.placement import place
-from ..store.tree import MODEL, TENSOR, TUPLE, has_odd_tuple, join, named, naming_problem, without
+from ..store.tree import TENSOR, TUPLE, has_odd_tuple, join, named, naming_problem, without
 
 _SHAPE = {
     **dict.fromkeys(("config?", "models?", "plugins?", "providers?", "optimizer?", "imported?"), dict),
@@ -124,23 +124,3 @@ def _named(path: Path, state: Any) -> set[str]:
     if problem := naming_problem(state, shapes(path)):
         raise ConfigError(f"{path}: {STATE} {problem}.")
     return {name for name, _ in named(state)}
-
-
-# -- evaluation --------------------------------------------------------------------------------------------------------
-
-
-def check_evaluation(declared: Mapping[str, float], held: Mapping[str, Tensor], whose: str) -> None:
-    """Check that the tensors a plugin declares for evaluations exist.
-
-    Args:
-        declared: the terms of `EvaluatedWeights`.
-        held: tensors of the model, the optimizer and the plugins, by their names in a checkpoint.
-        whose: the plugin and its hook.
-
-    Raises:
-        PluginError: naming what does not exist.
-    """
-    names = [key.removeprefix(MODEL) for key in held if key.startswith(MODEL)]
-    for pattern in declared:
-        if not any(pattern.replace("{name}", name) in held for name in names):
-            raise PluginError(f"{whose}: {pattern!r} names no tensor of a checkpoint, whatever parameter {{name}} is.")

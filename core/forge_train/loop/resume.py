@@ -13,7 +13,6 @@ from torch import Tensor
 from ..base.errors import ConfigError, during, nearest
 from ..base.names import canonical
 from ..checkpoint import checkpoint
-from ..checkpoint.reading import check_evaluation
 from ..checkpoint.state import (
     all_random_states,
     by_group,
@@ -54,20 +53,19 @@ def capture(stepper: Stepper, progress: Progress, weights: Weights | None = None
         weights: says which of the weights a checkpoint holds; by default, all of them.
     """
     job = stepper.job
-    optimizer = optimizer_to_save(stepper)
+    optimizer = optimizer_to_save(stepper, weights)
     stages = job.dist.gather_stages(describe_odd(optimizer, stepper.model))
     return {
         **stepper.kept,  # first: a slot's name must not replace what a resume needs
         **(weights.saved(stepper.model) if weights else {"model": stepper.model.state_dict()}),
         "optimizer": optimizer,
-        "evaluation": dict(stepper.evaluated[1].terms) if stepper.evaluated else {},
         "odd": {kind: sorted({name for odd in stages for name in odd[kind]}) for kind in stages[0]},
         "schedule": stepper.schedule.state_dict(),
         "loss_scale": stepper.loss_scale.state_dict() if stepper.loss_scale else None,
         "data": stepper.loader.state_dict(),
         "random": all_random_states(job.dist),
         "models": {name: extra.described() for name, extra in job.extra.items()},
-        "plugins": {name: plugin.state_dict() for name, plugin in _stateful(job)},
+        "plugins": {name: plugin.state_dict() for name, plugin in stateful(job)},
         "metrics": stepper.metrics.state_dict(),
         "progress": {"step": progress.step, "tokens": progress.tokens},
         "left_out": [list(pair) for pair in progress.left_out],
@@ -77,7 +75,7 @@ def capture(stepper: Stepper, progress: Progress, weights: Weights | None = None
     }
 
 
-def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
+def optimizer_to_save(stepper: Stepper, weights: Weights | None = None) -> dict[str, Any]:
     """The optimizer's state, once it was seen that all of it can be saved.
 
     Raises:
@@ -87,11 +85,8 @@ def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
     state = optimizer_state(stepper.optimizer, stepper.model)
     tensors: dict[str, Tensor] = {}
     split(state, "optimizer", tensors)
-    if state["state"] and stepper.evaluated:
-        name, declared = stepper.evaluated
-        split({name: plugin.state_dict() for name, plugin in _stateful(job)}, "plugins", tensors)
-        split(stepper.model.state_dict(), "model", tensors)
-        check_evaluation(declared.terms, tensors, job.hooks.whose("around", name))
+    if state["state"] and weights:
+        weights.check_state(stepper.model, tensors)
     check_alike(state, stepper.model, job.dist)
     state["param_groups"] = merged_groups(job.dist.gather_stages(state["param_groups"]))
     return state
@@ -142,7 +137,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path, source: Weights) -
     if stepper.loss_scale is not None and "loss_scale" in same:
         stepper.loss_scale.load_state_dict(state["loss_scale"])
     stepper.loader.load_state_dict(state["data"] if "build_data" in same else {"sequences": state["data"]["sequences"]})
-    for name, plugin in _stateful(job):
+    for name, plugin in stateful(job):
         if name in state["plugins"]:
             plugin.load_state_dict(state["plugins"][name])
     stepper.metrics.load_state_dict(state.get("metrics"))
@@ -159,7 +154,7 @@ def _sharded(stepper: Stepper, path: Path) -> dict[str, Tensor]:
     """The present state of plugins and the optimizer, sharded as on this layout, for the saved state to be read into.
     Tensors that they do not have yet come whole, or as their parameter lies."""
     tensors: dict[str, Tensor] = {}
-    split({name: plugin.state_dict() for name, plugin in _stateful(stepper.job)}, "plugins", tensors)
+    split({name: plugin.state_dict() for name, plugin in stateful(stepper.job)}, "plugins", tensors)
     split(optimizer_state(stepper.optimizer, stepper.model), "optimizer", tensors)
     saved = checkpoint.shapes(path)
     return {
@@ -169,7 +164,7 @@ def _sharded(stepper: Stepper, path: Path) -> dict[str, Tensor]:
     }
 
 
-def _stateful(job: Job) -> Iterable[tuple[str, Stateful]]:
+def stateful(job: Job) -> Iterable[tuple[str, Stateful]]:
     return [(name, plugin) for name, plugin in sorted(job.hooks.plugins.items()) if isinstance(plugin, Stateful)]
 
 

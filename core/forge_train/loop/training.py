@@ -13,6 +13,7 @@ from ..checkpoint.found import begin_roll_back, left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
 from ..mesh.process_group import collect, scheduled_collections
 from ..plugin import hookspecs
+from ..registry.setup import Setup
 from ..run.control import Requests, RollBack
 from ..step.aggregate import Meter, split
 from ..step.forward import Evaluations, close
@@ -27,6 +28,7 @@ class Training:
 
     Args:
         stepper: takes the steps.
+        setup: how they were configured.
         weights: the run's.
         saver: saves the run.
         describe: describes the run anew, from a step on, once it has taken one; if it fails before, it can be continued
@@ -35,12 +37,19 @@ class Training:
 
     @during("build")
     def __init__(
-        self, stepper: Stepper, weights: Weights, saver: Saver, describe: Callable[[int], None] | None = None
+        self,
+        stepper: Stepper,
+        setup: Setup,
+        weights: Weights,
+        saver: Saver,
+        describe: Callable[[int], None] | None = None,
     ) -> None:
         self.stepper, self.job, self.model = stepper, stepper.job, stepper.model
         self.progress, job = Progress(), stepper.job
         self._weights = weights
-        self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
+        self.evaluations: Evaluations | None = None
+        if stepper.held_out:
+            self.evaluations = (setup.evaluations or Evaluations)(stepper, stepper.held_out)
         self._around_step = hookspecs.around("step", job)
         self.saver = saver
         saver.open()
@@ -99,7 +108,9 @@ class Training:
                 self.stepped = True
                 self._describe(result.step - 1)
                 self.job.dist.settle(self.job.config.run.timeout)
-                optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
+                optimizer_to_save(
+                    self.stepper, self._weights
+                )  # what can't be saved is told now, not at the first checkpoint
             self.stepper.tell(result)
             collect(result.step)
             if time.monotonic() > over:

@@ -67,6 +67,9 @@ class Weights:
     def check(self, model: Model) -> None:
         """Check that the run can resume from the checkpoints that it is about to save."""
 
+    def check_state(self, model: Model, optimizer: Mapping[str, Tensor]) -> None:
+        """Check what a checkpoint would say of the weights, once an optimizer's state is there, by name."""
+
     def saved(self, model: Model) -> dict[str, Any]:
         """Return the entries of a checkpoint about weights: those that it holds are `model`."""
         return {"model": model.state_dict()}

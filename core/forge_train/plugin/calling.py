@@ -167,7 +167,7 @@ class Caller:
         index = getattr(value, "index", None)
         which = f"{thing} {value if index is None or callable(index) else index}"
         answers = self._given(chain, arguments, others) or self._given(chain, arguments, default)
-        if claimed := self._one(answers, lambda names: f"Plugins {names} both build {chain} for {which}"):
+        if claimed := self.one(answers, lambda names: f"Plugins {names} both build {chain} for {which}"):
             self.used.add((chain, claimed[0]))
             return claimed[1]
         if spec.optional:
@@ -178,7 +178,7 @@ class Caller:
         """Return the answers of the named plugins, except None."""
         return [one for name in names for one in self._calls.collect(hook, arguments, only=name) if one[1] is not None]
 
-    def _one(self, answers: Sequence[tuple[str, _T]], refusal: Callable[[str], str]) -> tuple[str, _T] | None:
+    def one(self, answers: Sequence[tuple[str, _T]], refusal: Callable[[str], str]) -> tuple[str, _T] | None:
         """Return the only answer with its plugin's name; `refusal` says of the names of several what is wrong."""
         if len(answers) > 1:
             names = " and ".join(repr(name) for name, _ in answers)
@@ -191,7 +191,7 @@ class Caller:
         Raises:
             ConfigError: if several plugins answer.
         """
-        given = self._one(self.call(spec, arguments), lambda names: f"Plugins {names} both answer {spec.name}")
+        given = self.one(self.call(spec, arguments), lambda names: f"Plugins {names} both answer {spec.name}")
         return cast("_T", given[1]) if given else None
 
 

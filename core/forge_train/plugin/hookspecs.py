@@ -25,7 +25,6 @@ from ..base.errors import Problem
 from ..contract.batch import Preparation
 from ..contract.events import Metric
 from ..contract.protocols import (
-    Evaluator,
     Executor,
     Loader,
     LossScale,
@@ -119,11 +118,6 @@ def loss_scale(job: Job) -> LossScale:
 @hookspec("spans")
 def around(span: SpanName, job: Job) -> Span | None:
     """A factory of context managers around a span of the run, or None."""
-
-
-@hookspec("questions", used_later=True)
-def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
-    """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
 
 
 @hookspec("questions", observes=True, used_later=True)

@@ -11,8 +11,6 @@ from ..base.errors import PluginError, Problem
 from ..contract.batch import CurrentStep, Preparation, PrepareBatch, PrepareStep
 from ..contract.model import Extra, Precision
 from ..contract.protocols import (
-    EvaluatedWeights,
-    Evaluator,
     Loader,
     Schedule,
 )
@@ -20,7 +18,6 @@ from ..run.control import Control
 from .calling import Caller
 from .calls import at_home
 from .guards import Prepare, first_state, preparing
-from .returns import kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -89,27 +86,6 @@ class Hooks(Caller):
 
     def check_config(self, config: Config) -> list[Problem]:
         return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]
-
-    def evaluators(self) -> list[tuple[str, Evaluator]]:
-        """Every evaluator, with whose it is."""
-        return [(self.whose("evaluators", name), one) for name, one in self._each("evaluators", Evaluator)]
-
-    def evaluated_weights(self) -> tuple[str, EvaluatedWeights] | None:
-        """The plugin whose span `evaluate` puts other weights in and says which, and that span. Plugins are asked for
-        it unless they were before.
-
-        Raises:
-            ConfigError: if several plugins do.
-            PluginError: if terms are not numbers by name.
-        """
-        if "evaluate" not in self.spans:
-            self._ask("around", span="evaluate")
-        telling = [(name, one) for name, one in self.spans["evaluate"] if isinstance(one, EvaluatedWeights)]
-        given = self._one(telling, lambda names: f"Plugins {names} both evaluate other weights than those trained")
-        kind = kind_of(Mapping[str, float])
-        if given and (text := kind.problem(given[1].terms)):
-            raise PluginError(f"{self.whose('around', given[0])}: `terms` must be {kind.words}, {text}.")
-        return given
 
     # -- events; `only` is the one plugin to tell, for tools that tell them one by one ------------
 

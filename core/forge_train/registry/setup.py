@@ -52,6 +52,8 @@ class Setup:
     """Gives the `Saver` of a run; by default, that of `forge_train.loop.saver`."""
     weights: Callable[[Job], Any] | None = None
     """Gives the `Weights` of a run; by default, those of `forge_train.loop.weights`."""
+    evaluations: Callable[[Any, Any], Any] | None = None
+    """Gives the `Evaluations` of a stepper with its held-out data; by default, those of `forge_train.step.forward`."""
     listen: Callable[[Control], AbstractContextManager[Any]] = nullcontext
     """Passes requests from outside, such as signals, to a run while the block lasts."""
     recorder: type[Recorder] = Recorder

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..base.errors import ConfigError, PluginError, during
+from ..base.errors import PluginError, during
 from ..contract.batch import MASKED, Batch
-from ..contract.events import Evaluation, metric_key
+from ..contract.events import Evaluation, Value, metric_key
 from ..contract.model import Model
-from ..contract.protocols import Evaluator, Executor, Loader, Task
+from ..contract.protocols import Executor, Loader, Task
 from ..mesh.tensors import remember_host
 from ..plugin import hookspecs
 from ..plugin.job import Job
@@ -84,20 +83,20 @@ class Forward:
         if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
             mine = torch.tensor(counts, dtype=torch.float64)
             counts = self.job.dist.all_reduce(mine, axis="data").tolist()
-        return self._on_device(batches), Counts(*map(float, counts))
+        return self.on_device(batches), Counts(*map(float, counts))
 
-    def _on_device(self, batches: list[Batch]) -> list[Batch]:
+    def on_device(self, batches: list[Batch]) -> list[Batch]:
         """A step begins."""
         self.job.step.batches = moved = self._transfer(batches)
         return moved
 
-    def _global_batches(self, count: int) -> Iterator[int]:
+    def global_batches(self, count: int) -> Iterator[int]:
         """The sizes of an evaluation's steps, each a global batch."""
         for start in range(0, count, self.accumulation):
             yield min(self.accumulation, count - start)
             self.job.step.end()
 
-    def _evaluated(self, executor: Executor, batch: Batch) -> Tensor:
+    def evaluated(self, executor: Executor, batch: Batch) -> Tensor:
         """A batch's loss sum."""
         self.job.step.batch = batch
         return executor.evaluate(batch)
@@ -118,10 +117,10 @@ class Forward:
         self.model.train(False)
         total, labels = (torch.zeros((), dtype=torch.float64, device=self.job.device) for _ in range(2))
         weight = 0.0
-        for size in self._global_batches(count):
+        for size in self.global_batches(count):
             batches, counts = self.fetch(loader, size)
             for batch in batches:
-                total += self._evaluated(self.executor, batch)
+                total += self.evaluated(self.executor, batch)
                 kept = batch.labels != MASKED
                 labels += (kept.flatten(2).any(-1) if kept.dim() > 2 else kept).sum()
             weight += counts.weight
@@ -130,39 +129,10 @@ class Forward:
         loss = float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0)
         return loss, int(self.job.dist.all_reduce(labels, axis="data"))
 
-    def measure(self, evaluator: Evaluator, data: Loader, count: int, whose: str) -> None:
-        """Have an evaluator see some micro-batches of each rank."""
-        task = _Measuring(evaluator)
-        executor = hookspecs.executor(self.model, task, self.job)
-        self.show_model(data)
-        self.model.train(False)
-        for size in self._global_batches(count):
-            for batch in self._on_device(self.take_batches(data, size, whose)):
-                self._evaluated(executor, batch)
-        self.model.free_gathered()
-        self.model.train()
-
 
 def close(loader: Loader) -> None:
     """Have a loader end its threads and processes, if it says how: `close()`, which a loader need not have."""
     getattr(loader, "close", lambda: None)()
-
-
-@dataclass
-class _Measuring:
-    """A task that measures in the place of a loss: executors run it as they run any."""
-
-    evaluator: Evaluator
-
-    def weight(self, batch: Batch) -> int:
-        return 0
-
-    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        self.evaluator.measure(part, hidden, batch)
-        return torch.zeros((), device=hidden.device)
-
-    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        return hidden
 
 
 class _Transfer:
@@ -208,27 +178,35 @@ def _record(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
     return tensor
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Data that each evaluation reads from its start."""
+
+    loader: Loader
+    start: dict[str, Any]
+
+    @classmethod
+    def of(cls, loader: Loader) -> HeldOut:
+        return cls(loader, loader.state_dict())
+
+    def from_start(self) -> Loader:
+        self.loader.load_state_dict(self.start)
+        return self.loader
+
+
 class Evaluations:
-    """Every evaluation, each on the same data every time.
+    """The loss on held-out data, the same every time; a subclass (`Setup.evaluations`) knows more.
 
     Args:
         forward: the model at work.
-        held_out: the data of the held-out loss, where each evaluation begins.
+        held_out: the data, where each evaluation begins.
     """
 
     def __init__(self, forward: Forward, held_out: Loader) -> None:
-        self._forward, hooks = forward, forward.job.hooks
-        self._held_out = _Data.of(held_out)
-        named = hooks.evaluators()
-        for (first, one), (second, other) in itertools.combinations(named, 2):
-            if one.name == other.name:
-                raise ConfigError(f"Two evaluations are named {one.name!r}: {first} and {second}.")
-        self._others = [
-            (one, whose, _Data.of(_made(one.data, whose)), Metrics(forward.job, one.metrics)) for whose, one in named
-        ]
+        self._forward, self._held_out = forward, HeldOut.of(held_out)
 
     def run(self, step: int, batches: int | None = None) -> Evaluation:
-        """Run the evaluations and return their results; the caller notifies plugins.
+        """Evaluate, and return the results; the caller notifies plugins.
 
         Args:
             step: the run's current step.
@@ -239,35 +217,13 @@ class Evaluations:
         with self._forward.metrics.apart():
             held_out = self._held_out.from_start()
             loss, tokens = self._forward.mean_loss(held_out, (batches or usual) * self._forward.accumulation)
-            found = self._forward.metrics.take()
-            for one, whose, data, metrics in (each for each in self._others if each[0].due()):
-                count = (min(one.batches, 0) or batches or one.batches or usual) * self._forward.accumulation
-                self._forward.measure(one, data.from_start(), count, whose)
-                found |= {f"{one.name}.{name}": value for name, value in metrics.take().items()}
+            found = self._forward.metrics.take() | self.others(batches)
         return Evaluation(step, loss, tokens, *split(found))
+
+    def others(self, batches: int | None) -> dict[str, Value]:
+        """Run the other evaluations, and return their results by `name.metric`."""
+        return {}
 
     def close(self) -> None:
         """No evaluation follows."""
-        for data in (self._held_out, *(data for _, _, data, _ in self._others)):
-            close(data.loader)
-
-
-@dataclass(frozen=True)
-class _Data:
-    loader: Loader
-    start: dict[str, Any]
-
-    @classmethod
-    def of(cls, loader: Loader) -> _Data:
-        return cls(loader, loader.state_dict())
-
-    def from_start(self) -> Loader:
-        self.loader.load_state_dict(self.start)
-        return self.loader
-
-
-def _made(make: Callable[[], Loader], whose: str) -> Loader:
-    loader = make()
-    if not isinstance(loader, Loader):
-        raise PluginError(f"{whose}: `data` must give a Loader, found {type(loader).__name__}.")
-    return loader
+        close(self._held_out.loader)

@@ -83,8 +83,6 @@ class Stepper(Forward):
         self.kept = {slot: keeper.digest(job) for slot, keeper in job.hooks.keepers.items()}
         """Digest of what the provider of a slot reads."""
         self.around_evaluate = hookspecs.around("evaluate", job)
-        self.evaluated = job.hooks.evaluated_weights()
-        """The plugin that evaluates other weights than those trained, and which."""
         self._around_backward = hookspecs.around("forward_backward", job)
         self._around_optimizer = hookspecs.around("optimizer", job)
 

@@ -35,6 +35,9 @@ from .inspection import inspector
 from .request import Request, UnknownPresetError, lay, prefer_epochs
 
 if TYPE_CHECKING:
+    from forge_train.contract.protocols import Loader
+    from forge_train.step.forward import Forward
+    from forge_train_kit.evaluators import Evaluations
     from forge_train_kit.starting import Weights
 
     from ..saver import Saver
@@ -91,6 +94,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         setup,
         saver=partial(_saver, copies),
         weights=_weights,
+        evaluations=_evaluations,
         recorder=Recorder,
         environment=environment,
         listen=signals,
@@ -101,6 +105,12 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         failure=failure_of,
         claim=partial(claimed, copies),
     )
+
+
+def _evaluations(forward: Forward, held_out: Loader) -> Evaluations:
+    from forge_train_kit.evaluators import Evaluations  # which imports torch
+
+    return Evaluations(forward, held_out)
 
 
 def _weights(job: Job) -> Weights:

@@ -16,6 +16,7 @@ from forge_train.base.errors import ConfigError
 from forge_train.contract.protocols import Evaluator
 from forge_train.step.forward import Forward
 from forge_train_kit import hookspecs
+from forge_train_kit.evaluators import measure
 from forge_train_kit.model import full_tensor, sum_in_chunks, sum_of_slices
 from forge_train_kit.tokenizer import Tokenizer
 
@@ -134,7 +135,7 @@ class Scorer:
         found: dict[int, tuple[float, bool]] = {}
         if rows.steps:
             evaluator = Evaluator("evaluation", lambda: rows, partial(self._measure, found), {})
-            self._forward.measure(evaluator, rows, rows.steps, "forge eval")
+            measure(self._forward, evaluator, rows, rows.steps, "forge eval")
         all_ranks = {at: one for part in self._job.dist.gather_objects(found) for at, one in part.items()}
         return [Score(*all_ranks[at], len(one.continuation), rows.cut[at]) for at, one in enumerate(requests)]
 

@@ -17,6 +17,7 @@ from forge_train.loop.assembly import prepared
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import hookspecs
+from forge_train_kit.evaluators import measure
 from forge_train_kit.starting import load_extra
 
 from ..launching.once import launch_once
@@ -151,7 +152,7 @@ def _computed(
     while done < share.count:
         steps = min(chunk, -(-(share.total - batches.position) // (size * job.dist.data_ranks)))
         with collector.watched(forward.model):
-            forward.measure(evaluator, batches, steps, "forge infer")
+            measure(forward, evaluator, batches, steps, "forge infer")
         found = lines.take(collector, batches, done)
         done += len(found)
         yield found

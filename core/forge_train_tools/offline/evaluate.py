@@ -9,8 +9,10 @@ from typing import Any
 
 from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
-from forge_train.step.forward import Evaluations, Forward
+from forge_train.step.forward import Forward
+from forge_train_kit.evaluators import Evaluations
 from forge_train_kit.starting import load_extra
+from forge_train_kit.stored import evaluated_weights
 
 from ..launching.once import launch_once
 from ..launching.world import here
@@ -72,6 +74,6 @@ def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
         source.load(model, job)
         found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(source.step)
         hooks.on_log(found)
-        known, _ = hooks.evaluated_weights() or ("", None)
+        known, _ = evaluated_weights(job) or ("", None)
         unlike = [name for name in hooks.implementers("around") if name in own and name != known]
         return Evaluated(str(path), found.step, world, found.loss, found.tokens, found.metrics, tuple(unlike))

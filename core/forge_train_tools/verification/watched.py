@@ -24,9 +24,9 @@ from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Hooks, Job
 from forge_train.step.aggregate import split as values_of
-from forge_train.step.forward import Evaluations
 from forge_train.step.step import Progress, Stepper, Watcher
 from forge_train.store.tree import split
+from forge_train_kit.evaluators import Evaluations
 from forge_train_kit.model.choices import heard_by
 from forge_train_kit.starting import Weights
 
@@ -60,7 +60,7 @@ class Watched(Watcher):
         self.model, self.optimizer = self.stepper.model, self.stepper.optimizer
         self.held_out_start = self.stepper.held_out.state_dict() if self.stepper.held_out else {}
         _begin(job.hooks, self.stepper)
-        self.weights = Weights(job)
+        self.weights = Weights(job, whole=True)
         self.weights.start_extra(None)
         self.weights.start(self.model)
         to_peak(self.stepper.schedule, self.optimizer, job.steps)
@@ -174,7 +174,7 @@ class Watched(Watcher):
                     self._write(folder)
 
     def _write(self, folder: Path) -> None:
-        state = capture(self.stepper, self.progress)
+        state = capture(self.stepper, self.progress, self.weights)
         checkpoint.write(folder, self.progress.step, state, self.job.dist, beside=[])
 
     @contextlib.contextmanager
@@ -240,7 +240,7 @@ class Watched(Watcher):
         """Every tensor of the model, the optimizer and plugins as a checkpoint names it, and what else their states
         hold."""
         tensors: dict[str, Tensor] = {}
-        state = capture(self.stepper, self.progress)
+        state = capture(self.stepper, self.progress, self.weights)
         return tensors, {key: split(state[key], key, tensors) for key in ("model", "optimizer", PLUGINS)}
 
     def hashes(self) -> dict[str, str]:
