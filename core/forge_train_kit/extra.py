@@ -55,7 +55,9 @@ def _job(job: Job, spec: ExtraModel) -> Job:
     run = dataclasses.replace(job.config.run, seed=seed)
     config: Config = dataclasses.replace(job.config, run=run, sections=sections, origins={})
     defaults = {slot: name for slot, name in job.hooks.defaults.items() if name in sections}
-    hooks = Hooks([(one, instance(one, sections[one.name])) for one in enabled], defaults, job.hooks.specs)
+    hooks = Hooks(
+        [(one, instance(one, sections[one.name])) for one in enabled], defaults, job.hooks.specs, job.hooks.inspection
+    )
     hooks.at_stage = job.hooks.at_stage
     if problems := [one for one in hooks.check_config(config) if not one.data]:  # those of the run were checked
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))

@@ -19,6 +19,7 @@ from forge_train.plugin.job import Hooks, Job
 from forge_train.run.run import MODEL_FILES
 
 from . import hookspecs
+from .returns import results
 from .tokenizer import Tokenizer
 
 FOLDER = MODEL_FILES
@@ -80,7 +81,7 @@ def digest(job: Job) -> str | None:
     if not job.hooks.provider("tokenizer"):
         return None
     tokenizer = hookspecs.tokenizer(job)
-    guard = Guarded(tokenizer, Tokenizer, job.hooks.whose("tokenizer"))
+    guard = Guarded(tokenizer, results(Tokenizer), job.hooks.whose("tokenizer"))
     guard.decode(guard.encode("a"))
     return tokenizer.digest
 

@@ -21,9 +21,10 @@ from forge_train.loop.weights import Fit, compare_shapes, stored
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
-from forge_train.plugin.returns import kind_of
 from forge_train.store import tensors
 from forge_train.store.tree import MODEL
+
+from .returns import kind_of
 
 
 @dataclass(frozen=True)

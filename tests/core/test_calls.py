@@ -48,6 +48,7 @@ from forge_train.registry.declared import Specs
 from forge_train_kit import hookspecs
 from forge_train_kit.blame import note_plugin
 from forge_train_kit.layers import Layer
+from forge_train_kit.return_checks import Returns
 
 ALL = Specs([])
 """Forge's own hooks."""
@@ -68,7 +69,7 @@ def hooks(*plugins: Plugin, defaults: dict[str, str] | None = None) -> Hooks:
         )
         for plugin in plugins
     ]
-    made = Hooks(pairs, defaults or {}, ALL)
+    made = Hooks(pairs, defaults or {}, ALL, Returns())
     made._job = SimpleNamespace(hooks=made)  # type: ignore[assignment]
     return made
 

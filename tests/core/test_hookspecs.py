@@ -25,6 +25,7 @@ from forge_train.registry import declared
 from forge_train.registry.declared import SpecModule, Specs, spec_modules
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train_kit.blame import note_plugin
+from forge_train_kit.return_checks import Returns
 from forge_train_tools.configuration.inspection import inspector
 from forge_train_tools.hook_table import declarations
 from forge_train_tools.testing import TinyRun, check
@@ -549,7 +550,7 @@ def hooks(spec: HookSpec[..., Any], **answers: Any) -> tuple[Hooks, Any]:
         (EnabledPlugin(PluginRef(name, "dist", "1", "m:X"), cls, specs={spec.name: spec}), cls(None))
         for name, cls in ((name, answering(answer)) for name, answer in answers.items())
     ]
-    made = Hooks(pairs, {}, {spec.name: spec})
+    made = Hooks(pairs, {}, {spec.name: spec}, Returns())
     job = SimpleNamespace(hooks=made)
     return made, job
 

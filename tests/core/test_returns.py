@@ -30,11 +30,11 @@ from forge_train import (
 )
 from forge_train.contract import protocols
 from forge_train.plugin import hookspecs
-from forge_train.plugin.returns import kind_of, results, returned
 from forge_train.registry.declared import Specs
 from forge_train_kit import losses
 from forge_train_kit.heads import Classes
 from forge_train_kit.hf import HFModel
+from forge_train_kit.returns import kind_of, results, returned
 from forge_train_kit.stores.elsewhere import CheckpointCopies
 
 SPECS = Specs([])

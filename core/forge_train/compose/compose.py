@@ -18,7 +18,6 @@ from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
 from ..plugin import hookspecs
 from ..plugin.calls import EnabledPlugin, plugin_note, without
 from ..plugin.job import Job
-from ..plugin.returns import kind_of
 from .coverage import addressable, check_added, check_coverage, needed
 from .initialise import declared, materialise, retie, tied_groups
 
@@ -183,7 +182,7 @@ def _apply(job: Job, plugin: str, transform: Transform, part: nn.Module) -> Appl
             error.add_note(plugin_note(found, f"parallelize ({transform.slot})"))
         raise
     whose = f"{job.hooks.whose('parallelize', plugin)}: {transform.slot!r} ({place(transform.apply)})"
-    kind = kind_of(Applied)
+    kind = job.hooks.inspection.of(Applied)
     if text := kind.problem(done):
         raise PluginError(f"{whose} must return {kind.words}, {text}.")
     if isinstance(done.model, list) and transform.phase is not Phase.PIPELINE:

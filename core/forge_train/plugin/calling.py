@@ -13,8 +13,8 @@ from ..base.names import HookOrigin, PluginRef, import_module
 from ..contract.model import ExtraModel
 from .calls import Calls, EnabledPlugin, at_home, without
 from .guards import Guarded, nesting
+from .inspection import Inspection
 from .plugin import Plugin
-from .returns import protocol_of
 from .specs import HookSpec, Stage
 
 Specs = Mapping[str, HookSpec[..., Any]]
@@ -29,8 +29,9 @@ class Caller:
         plugins: Sequence[tuple[EnabledPlugin, Plugin]],
         defaults: Mapping[str, str],
         specs: Specs,
+        inspection: Inspection | None = None,
     ) -> None:
-        self.specs = specs
+        self.specs, self.inspection = specs, inspection or Inspection()
         self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
         self.enabled = {enabled.name: enabled for enabled, _ in plugins}
         self.defaults = dict(defaults)
@@ -48,6 +49,7 @@ class Caller:
         self.spans: dict[str, list[tuple[str, Any]]] = {}  # a span, and what plugins answered about it
         self.inside: list[str] = []  # spans that the run is in, outermost first, where there is an `around`
         self._calls = Calls.of(plugins, specs)
+        self._calls.inspection = self.inspection
 
     def provider(self, slot: str) -> str | None:
         """The name of the plugin that fills a slot, or None where nobody does.
@@ -146,7 +148,12 @@ class Caller:
         if spec.kind == "spans":
             what = next((one for one in arguments.values() if isinstance(one, str)), spec.name)
             self.spans[what] = answers
-            return nesting(what, [(self.whose(spec.name, name), span) for name, span in answers], self.inside)
+            return nesting(
+                what,
+                [(self.whose(spec.name, name), span) for name, span in answers],
+                self.inside,
+                self.inspection.context,
+            )
         each = [(name, one) for name, answer in answers for one in ([answer] if hasattr(answer, "phase") else answer)]
         return sorted(each, key=lambda one: (one[1].phase, one[0]))
 
@@ -158,7 +165,8 @@ class Caller:
         self.used.add((spec.name, name))
         if spec.takes:
             self._check_fit()
-        return Guarded(answer, protocol_of(spec), self.whose(spec.name)) if spec.checked else answer
+        kinds = self.inspection.of_methods(spec)
+        return Guarded(answer, kinds, self.whose(spec.name)) if kinds else answer
 
     def _chain(self, spec: HookSpec[..., Any], arguments: Mapping[str, Any]) -> Any:
         chain, (thing, value) = spec.name, next((one for one in arguments.items() if one[0] != "job"), ("job", ""))

@@ -19,8 +19,8 @@ import pluggy
 from ..base.errors import ForgeError, PluginError, describe, locate
 from ..base.format import place, shown
 from ..base.names import HookOrigin, PluginRef
+from .inspection import Inspection
 from .plugin import MARK, PROJECT, Plugin
-from .returns import returned
 from .specs import HookSpec
 
 log = logging.getLogger(PROJECT)
@@ -129,6 +129,7 @@ class Calls:
 
     _calls: Mapping[str, list[_Call]]
     _specs: Mapping[str, HookSpec[..., Any]]
+    inspection: Inspection = field(default_factory=Inspection)
     _trace: bool = field(default_factory=lambda: os.environ.get("FORGE_TRACE_HOOKS") == "1")
 
     @classmethod
@@ -232,7 +233,7 @@ class Calls:
             if self._trace:
                 seconds = time.perf_counter() - start
                 log.warning("hook %s → %s (%.3f ms)", hook, call.owner.name, 1e3 * seconds)
-        kind = returned(self._specs[hook])
+        kind = self.inspection.of_hook(self._specs[hook])
         if text := kind.problem(answer):
             wrong = WrongReturnError(f"{call.whose(hook)}: expected {kind.words}, {text}.")
             locate(wrong, plugin=call.owner.name, hook=hook)

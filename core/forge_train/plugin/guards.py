@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +14,7 @@ from ..base.names import HookOrigin
 from ..contract.batch import Batch, BatchPhase, Preparation, PrepareStep
 from ..contract.protocols import Span
 from .calls import Calls
-from .returns import CONTEXT, ReturnCheck, found, kind_of, results
+from .inspection import Inspection, ReturnCheck
 
 if TYPE_CHECKING:
     from ..mesh.distributed import DistributedContext
@@ -31,13 +31,13 @@ class Guarded:
 
     Args:
         inner: the object.
-        protocol: says what each method must give.
+        kinds: method → what it must give.
         whose: the plugin and the hook, for messages.
     """
 
-    def __init__(self, inner: Any, protocol: type, whose: HookOrigin) -> None:
+    def __init__(self, inner: Any, kinds: Mapping[str, ReturnCheck], whose: HookOrigin) -> None:
         self._inner = inner
-        for name, kind in results(protocol).items():
+        for name, kind in kinds.items():
             if name == "__call__":
                 self._call = guarded(inner, kind, whose, "the function")
             elif kind.words != "None":
@@ -70,9 +70,9 @@ def guarded(function: Callable[..., Any], kind: ReturnCheck, whose: HookOrigin, 
     return checked
 
 
-def first_state(stateful: Any, whose: HookOrigin) -> dict[str, Any]:
+def first_state(stateful: Any, whose: HookOrigin, inspection: Inspection) -> dict[str, Any]:
     """Return the initial state of a slot's object; called early, so that an error does not wait for the first save."""
-    state: dict[str, Any] = guarded(stateful.state_dict, kind_of(dict[str, Any]), whose, "state_dict")()
+    state: dict[str, Any] = guarded(stateful.state_dict, inspection.of(dict[str, Any]), whose, "state_dict")()
     return state
 
 
@@ -89,17 +89,20 @@ def preparing(
     """
     import torch
 
-    hook, loaded = "prepare_batch", _first_batch()
+    hook, loaded = "prepare_batch", calls.inspection.of_batch()
 
     def checked(name: str, one: Preparation, kind: ReturnCheck) -> Callable[..., Any]:
         return calls.blamed(hook, name, guarded(one.apply, kind, calls.whose(hook, name), "the function"))
 
     changes = sorted(((one.phase, name, one) for name, one in given if not isinstance(one, PrepareStep)), key=_phase)
-    steps = [(phase, calls.whose(hook, name), checked(name, one, _first_batch())) for phase, name, one in changes]
+    steps = [
+        (phase, calls.whose(hook, name), checked(name, one, calls.inspection.of_batch()))
+        for phase, name, one in changes
+    ]
     making = [step for phase, _, step in steps if phase < BatchPhase.SLICE]
     slicing = [(whose, step) for phase, whose, step in steps if phase >= BatchPhase.SLICE]
     together = [
-        (calls.whose(hook, name), checked(name, one, _several_batches()))
+        (calls.whose(hook, name), checked(name, one, calls.inspection.of_batches()))
         for name, one in given
         if isinstance(one, PrepareStep)
     ]
@@ -150,15 +153,16 @@ def _phase(step: tuple[BatchPhase, str, object]) -> BatchPhase:
     return step[0]
 
 
-def nesting(name: str, spans: Sequence[tuple[HookOrigin, Span]], inside: list[str]) -> Span:
+def nesting(name: str, spans: Sequence[tuple[HookOrigin, Span]], inside: list[str], context: ReturnCheck) -> Span:
     """Functions that make context managers as one, whose managers are nested in their order.
 
     Args:
         name: of the span.
         spans: a function for each plugin, and whose it is, for messages.
         inside: the spans that the run is in; this one, while it lasts.
+        context: check of what the functions make.
     """
-    factories = [guarded(span, CONTEXT, whose, "the function") for whose, span in spans]
+    factories = [guarded(span, context, whose, "the function") for whose, span in spans]
     if not factories:
         return nullcontext
 
@@ -174,33 +178,6 @@ def nesting(name: str, spans: Sequence[tuple[HookOrigin, Span]], inside: list[st
             inside.pop()
 
     return nested
-
-
-def _first_batch() -> ReturnCheck:
-    """A batch, of which the first is looked at field by field and axis by axis, and the others by their type."""
-    kind, seen = kind_of(Batch), False
-
-    def problem(value: Any) -> str:
-        nonlocal seen
-        if seen and isinstance(value, Batch):
-            return ""
-        seen = True
-        if text := kind.problem(value):
-            return text
-        return f"found one that does not fit together: {wrong}" if (wrong := value.problem()) else ""
-
-    return ReturnCheck(kind.words, problem)
-
-
-def _several_batches() -> ReturnCheck:
-    one = _first_batch()
-
-    def problem(value: Any) -> str:
-        if not isinstance(value, (list, tuple)):
-            return found(value)
-        return next((text for item in value if (text := one.problem(item))), "")
-
-    return ReturnCheck("a list of Batch", problem)
 
 
 def pass_through(error: BaseException, whose: HookOrigin) -> None:

@@ -10,7 +10,7 @@ A hook is of one kind:
 * **event**: everybody is told, in order of plugin names, and returns nothing;
 * **questions**: every answer is collected.
 
-What an implementation must return is its spec's annotation: `forge_train.plugin.returns` holds every value to it.
+What an implementation must return is its spec's annotation: the `Inspection` of a setup holds every value to it.
 
 Adding an argument to a spec is compatible; removing one is not.
 """

@@ -65,7 +65,7 @@ class Hooks(Caller):
 
     def build_data(self, split: Literal["train", "validation"]) -> Loader:
         loader: Loader = self._ask("build_data", split=split)
-        state = first_state(loader, self.whose("build_data"))
+        state = first_state(loader, self.whose("build_data"), self.inspection)
         if not isinstance(state.get("sequences"), int):
             raise PluginError(
                 f"{self.whose('build_data')}: state_dict must have the integer 'sequences', found {state}."
@@ -74,7 +74,7 @@ class Hooks(Caller):
 
     def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
         schedule: Schedule = self._ask("lr_schedule", optimizer=optimizer)
-        first_state(schedule, self.whose("lr_schedule"))
+        first_state(schedule, self.whose("lr_schedule"), self.inspection)
         return schedule
 
     # -- its other hooks --------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ..config.validate import Mistake, validate
 from ..mesh.layout import Layout
 from ..mesh.world import World
 from ..plugin.calls import EnabledPlugin, plugin_note
+from ..plugin.inspection import Inspection
 from ..plugin.job import Hooks, Job
 from ..plugin.plugin import PROJECT, Plugin
 from ..run.control import Control
@@ -81,7 +82,7 @@ def make_setup(
     plugins: Sequence[str] = (),
     without: Sequence[str] = (),
     brought: Sequence[tuple[str, Origin]] = (),
-    inspect: Callable[[EnabledPlugin], Iterable[str]] = lambda plugin: (),
+    inspection: Inspection | None = None,
     world: int = 1,
     training: bool = True,
     data: bool = True,
@@ -95,7 +96,8 @@ def make_setup(
         plugins: plugins to enable beside those that the tree names.
         without: plugins to disable.
         brought: plugins that come with values in the tree, each with its origin.
-        inspect: gives further mistakes in a plugin's class, which are reported with the others.
+        inspection: finds further mistakes in plugins' classes, which are reported with the others, and in what their
+            hooks return.
         world: number of processes the run will have.
         training: whether values are checked against each other, as for a run that is to train. Those of a run whose
             checkpoint is only looked at were checked when it began.
@@ -108,7 +110,8 @@ def make_setup(
     Raises:
         ConfigError: with every mistake that could be found, one a line.
     """
-    resolution = Resolution(tree, plugins, without, brought, inspect, training, world, tree.mistakes)
+    inspection = inspection or Inspection()
+    resolution = Resolution(tree, plugins, without, brought, inspection.mistakes, training, world, tree.mistakes)
     enabled = resolution.enable()
     _raise(resolution.mistakes, resolution.hints)
     sections = _sections(tree, enabled, resolution)
@@ -123,7 +126,7 @@ def make_setup(
     core = {name: validate(name, cls, tree.below((name,)), tree.mistakes) for name, cls in classes.items()}
     _raise(resolution.mistakes, resolution.hints)
     made = [(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled]
-    hooks = Hooks(made, resolution.defaults, resolution.specs)
+    hooks = Hooks(made, resolution.defaults, resolution.specs, inspection)
     hooks.opened = opened
     hooks.check_slots(resolution.specs.required)
     config = Config(

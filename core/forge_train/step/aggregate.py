@@ -17,11 +17,10 @@ from ..base.errors import PluginError
 from ..base.format import place
 from ..checkpoint.state import rows
 from ..contract.events import Bins, Metric, StepResult, Value, plain
+from ..plugin.inspection import ReturnCheck
 from ..plugin.job import Job
-from ..plugin.returns import kind_of
 
 KINDS: tuple[tuple[str, Literal["sum", "max"]], ...] = (("sums", "sum"), ("maxima", "max"))
-VALUE = kind_of(float | Mapping[str, float] | Bins)
 
 
 class Metrics:
@@ -33,6 +32,7 @@ class Metrics:
 
     def __init__(self, job: Job, metrics: Mapping[str, Metric]) -> None:
         self._job, self._metrics = job, dict(sorted(metrics.items()))
+        self._kind = job.hooks.inspection.of(float | Mapping[str, float] | Bins)
         for name, metric in self._metrics.items():
             _check(name, metric)
         self._fresh = {name: (one.sums.clone(), one.maxima.clone()) for name, one in self._metrics.items()}
@@ -64,7 +64,7 @@ class Metrics:
         for name, metric in self._metrics.items():
             state = whole["sums"][name], whole["maxima"][name]
             if not all(map(torch.equal, state, self._fresh[name])):
-                found[name] = _value(name, metric, *state)
+                found[name] = _value(name, metric, self._kind, *state)
         return found
 
     def _reduced(self, which: str, op: Literal["sum", "max"], metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
@@ -136,15 +136,15 @@ class Metrics:
                 metric.maxima.copy_(state[1].view(metric.maxima.shape))
 
 
-def _value(name: str, metric: Metric, *state: Tensor) -> Value:
+def _value(name: str, metric: Metric, kind: ReturnCheck, *state: Tensor) -> Value:
     """A metric's result, which its author may have got wrong."""
     try:
         value: Value = metric.value(*state)
     except Exception as error:  # a stranger's code
         told = f"{type(error).__name__}: {error}"
         raise PluginError(f"The metric {name!r}: value ({place(metric.value)}) failed: {told}") from error
-    if text := VALUE.problem(value):
-        raise PluginError(f"The metric {name!r}: value ({place(metric.value)}) must return {VALUE.words}, {text}.")
+    if text := kind.problem(value):
+        raise PluginError(f"The metric {name!r}: value ({place(metric.value)}) must return {kind.words}, {text}.")
     return value
 
 

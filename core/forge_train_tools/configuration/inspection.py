@@ -20,11 +20,22 @@ from forge_train.plugin.plugin import MARK, Plugin
 from forge_train.plugin.specs import HookSpec
 from forge_train.registry.discovery import CONTRIB, DISTRIBUTION
 from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
+from forge_train_kit.return_checks import Returns
 
 from .known_facts import Facts
 
 Specs = Mapping[str, HookSpec[..., Any]]
 _NO_METHODS = (property, functools.cached_property, functools.partial)
+
+
+class Inspection(Returns):
+    """Looks at the classes of plugins, and at what they return."""
+
+    def __init__(self) -> None:
+        self._mistakes = inspector()
+
+    def mistakes(self, plugin: EnabledPlugin) -> list[str]:
+        return self._mistakes(plugin)
 
 
 def inspector() -> Callable[[EnabledPlugin], list[str]]:

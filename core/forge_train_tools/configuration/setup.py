@@ -31,7 +31,7 @@ from ..launching.environment import environment
 from ..launching.meeting import meet
 from ..launching.signals import signals
 from .fitting import named
-from .inspection import inspector
+from .inspection import Inspection
 from .request import Request, UnknownPresetError, lay, prefer_epochs
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
             plugins=request.plugins,
             without=request.without,
             brought=[(name, origin) for name in request.brought],
-            inspect=inspector(),
+            inspection=Inspection(),
             **purpose,
         )
     except ConfigError as error:

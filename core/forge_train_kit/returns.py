@@ -11,24 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from ..base.errors import PluginError
-from ..base.format import place
-from ..contract import protocols
-from .specs import HookSpec
+from forge_train.base.errors import PluginError
+from forge_train.base.format import place
+from forge_train.contract import protocols
+from forge_train.plugin.inspection import ReturnCheck
+from forge_train.plugin.specs import HookSpec
 
 _WORDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 _TORCH = {"torch": "torch", "nn": "torch.nn", "Tensor": "torch.Tensor"}
 """Names in annotations that are not imported where they stand, since torch is slow to import."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ReturnCheck:
-    """Check that corresponds to an annotation."""
-
-    words: str
-    """`a torch.optim.Optimizer`."""
-    problem: Callable[[Any], str]
-    """Describes the value found instead (`found a list`); empty for a value that fits."""
 
 
 @cache
@@ -271,7 +262,3 @@ def _uncallable(value: Any, name: str, declared: Any) -> str:
         what = "" if name == "__call__" else f", whose {name}"
         return f"{found(value)}{what} ({place(method)}) can't be called with ({shown}): {error}"
     return ""
-
-
-CONTEXT = ReturnCheck("a context manager", lambda value: "" if hasattr(type(value), "__exit__") else found(value))
-"""Result of a function of `around`."""

@@ -1,0 +1,53 @@
+"""Inspection of plugins, as whoever enables them for a user brings it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .specs import HookSpec
+
+
+@dataclass(frozen=True)
+class ReturnCheck:
+    """Check that corresponds to an annotation."""
+
+    words: str
+    """`a torch.optim.Optimizer`."""
+    problem: Callable[[Any], str]
+    """Describes the value found instead (`found a list`); empty for a value that fits."""
+
+
+ANYTHING = ReturnCheck("anything", lambda value: "")
+
+
+class Inspection:
+    """Looks at the classes of plugins, and at what they return; this base finds nothing wrong."""
+
+    context: ClassVar[ReturnCheck] = ANYTHING
+    """Check of a context manager, as a function of `around` makes it."""
+
+    def mistakes(self, plugin: Any) -> Iterable[str]:
+        """Mistakes in the class of an `EnabledPlugin`."""
+        return ()
+
+    def of(self, annotation: Any) -> ReturnCheck:
+        """Check of a value by an annotation."""
+        return ANYTHING
+
+    def of_hook(self, spec: HookSpec[..., Any]) -> ReturnCheck:
+        """Check of what a hook returns."""
+        return ANYTHING
+
+    def of_methods(self, spec: HookSpec[..., Any]) -> Mapping[str, ReturnCheck]:
+        """Method of the object that a hook returns → check of what it returns at each call."""
+        return {}
+
+    def of_batch(self) -> ReturnCheck:
+        """Check of batches, given one after the other."""
+        return ANYTHING
+
+    def of_batches(self) -> ReturnCheck:
+        """Check of lists of batches, given one after the other."""
+        return ANYTHING

@@ -1,0 +1,63 @@
+"""Checks of what plugins return, for `make_setup`: of hooks, and of objects, functions and batches that hooks gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_train.contract.batch import Batch
+from forge_train.plugin.inspection import Inspection, ReturnCheck
+from forge_train.plugin.specs import HookSpec
+
+from .returns import found, kind_of, protocol_of, results, returned
+
+CONTEXT = ReturnCheck("a context manager", lambda value: "" if hasattr(type(value), "__exit__") else found(value))
+"""Result of a function of `around`."""
+
+
+def _first_batch() -> ReturnCheck:
+    """A batch, of which the first is looked at field by field and axis by axis, and the others by their type."""
+    kind, seen = kind_of(Batch), False
+
+    def problem(value: Any) -> str:
+        nonlocal seen
+        if seen and isinstance(value, Batch):
+            return ""
+        seen = True
+        if text := kind.problem(value):
+            return text
+        return f"found one that does not fit together: {wrong}" if (wrong := value.problem()) else ""
+
+    return ReturnCheck(kind.words, problem)
+
+
+def _several_batches() -> ReturnCheck:
+    one = _first_batch()
+
+    def problem(value: Any) -> str:
+        if not isinstance(value, (list, tuple)):
+            return found(value)
+        return next((text for item in value if (text := one.problem(item))), "")
+
+    return ReturnCheck("a list of Batch", problem)
+
+
+class Returns(Inspection):
+    """Checks by the annotations of hookspecs and protocols."""
+
+    context = CONTEXT
+
+    def of(self, annotation: Any) -> ReturnCheck:
+        return kind_of(annotation)
+
+    def of_hook(self, spec: HookSpec[..., Any]) -> ReturnCheck:
+        return returned(spec)
+
+    def of_methods(self, spec: HookSpec[..., Any]) -> Mapping[str, ReturnCheck]:
+        return results(protocol_of(spec)) if spec.checked else {}
+
+    def of_batch(self) -> ReturnCheck:
+        return _first_batch()
+
+    def of_batches(self) -> ReturnCheck:
+        return _several_batches()
