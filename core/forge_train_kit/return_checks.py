@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from forge_train.contract.batch import Batch
 from forge_train.plugin.inspection import Inspection, ReturnCheck
 from forge_train.plugin.specs import HookSpec
 
 from .returns import found, kind_of, protocol_of, results, returned
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_train.contract.model import Model
 
 CONTEXT = ReturnCheck("a context manager", lambda value: "" if hasattr(type(value), "__exit__") else found(value))
 """Result of a function of `around`."""
@@ -46,6 +52,21 @@ class Returns(Inspection):
     """Checks by the annotations of hookspecs and protocols."""
 
     context = CONTEXT
+
+    def before(self, parts: Sequence[nn.Module]) -> Any:
+        from .invariants import Snapshot  # which imports torch
+
+        return Snapshot.of(parts)
+
+    def transformed(self, job: Any, *given: Any, frozen: bool) -> None:
+        from .invariants import check_transformed
+
+        check_transformed(job, *given, frozen=frozen)
+
+    def check_optimizer(self, job: Any, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from .invariants import check_optimizer
+
+        check_optimizer(job, model, optimizer)
 
     def of(self, annotation: Any) -> ReturnCheck:
         return kind_of(annotation)

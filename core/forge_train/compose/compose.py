@@ -1,10 +1,11 @@
-"""Composition: the only place that applies transforms, in the mandated order, and checks what each one did."""
+"""Composition: the only place that applies transforms, in the mandated order; an inspection checks each one's work."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError, ForgeError, PluginError, during, locate, told_of
-from ..base.format import format_list, place
+from ..base.format import place
 from ..contract.model import Extra, ExtraModel, Init, Model
-from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
+from ..contract.transform import Applied, Phase, Transform
 from ..plugin import hookspecs
 from ..plugin.calls import EnabledPlugin, plugin_note, without
 from ..plugin.job import Job
-from .coverage import addressable, check_added, check_coverage, needed
+from .coverage import addressable, check_coverage, needed
 from .initialise import declared, materialise, retie, tied_groups
 
 Named = tuple[str, Transform]  # with the name of its plugin
@@ -100,14 +101,17 @@ def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], N
     applied: list[tuple[int | None, Applied]] = []
     report: list[dict[str, Any]] = []
     for plugin, transform in transforms:
-        before = _Snapshot.of(parts)
+        ties, before = tied_groups(*parts), job.hooks.inspection.before(parts)
         done = [_apply(job, plugin, transform, part) for part in parts]
         parts = [part for one in done for part in _parts(one)]
         matched = [name for one in done for name in one.matched]
         if frozen:
             for part in parts:
                 part.requires_grad_(False)
-        _check(job, plugin, transform, before, parts, done, frozen=frozen)
+        who = f"Plugin {job.hooks.enabled[plugin].ref.label}, {transform.slot!r}"
+        copies = {name for one in done for name in one.copies}
+        retie_all = partial(_check_ties, who, ties, parts, copies)
+        job.hooks.inspection.transformed(job, plugin, who, before, parts, done, retie_all, frozen=frozen)
         applied += [(None if transform.phase is Phase.PIPELINE else index, one) for index, one in enumerate(done)]
         note = "; ".join(dict.fromkeys(one.note for one in done if one.note))
         report.append(
@@ -194,77 +198,8 @@ def _parts(done: Applied) -> list[nn.Module]:
     return done.model if isinstance(done.model, list) else [done.model]
 
 
-@dataclass
-class _Snapshot:
-    """Properties of the model that a transform must preserve."""
-
-    shapes: dict[str, torch.Size]  # over all ranks, if it is a DTensor
-    hooks: list[tuple[str, str, Any]]
-    """Module path, table, hook."""
-    ties: list[tuple[str, ...]]
-
-    @classmethod
-    def of(cls, parts: Sequence[nn.Module]) -> _Snapshot:
-        return cls(
-            {name: one.shape for part in parts for name, one in part.named_parameters(remove_duplicate=False)},
-            [
-                (path, table, hook)
-                for part in parts
-                for path, module in part.named_modules()
-                for table in HOOK_TABLES
-                for hook in getattr(module, table, {}).values()
-                if callable(hook)
-            ],
-            tied_groups(*parts),
-        )
-
-
-def _check(
-    job: Job,
-    plugin: str,
-    transform: Transform,
-    before: _Snapshot,
-    parts: list[nn.Module],
-    done: list[Applied],
-    *,
-    frozen: bool,
-) -> None:
-    """Check that a transform matched something, and kept names, shapes, hooks and ties."""
-    who = f"Plugin {job.hooks.enabled[plugin].ref.label}, {transform.slot!r}"
-    counts = job.dist.gather_objects(sum(len(one.matched) for one in done))
-    # Where nothing is trained, `ddp` has no gradients to average.
-    if not any(counts) and not frozen and job.dist.complete:
-        raise ConfigError(
-            f"{who} matched nothing in this model; {without([job.hooks.enabled[plugin]])}, or mend its filter."
-        )
-    after = _Snapshot.of(parts)
-    if twice := _in_several(parts):
-        raise PluginError(f"{who} left parameters in several parts{_some('twice', twice)}; each part has its own.")
-    added = {name for one in done for name in one.added}
-    wanted, names = job.dist.gather_names({*before.shapes} | added), job.dist.gather_names({*after.shapes})
-    if names != wanted and job.dist.complete:
-        lost, new = sorted(wanted - names), sorted(names - wanted)
-        raise PluginError(
-            f"{who} changed parameter names{_some('lost', lost)}{_some('new', new)}. Act on the module itself instead "
-            "of wrapping it, and name new parameters in Applied.added."
-        )
-    kept = {(path, table, id(hook)) for path, table, hook in after.hooks}
-    for path, table, hook in before.hooks:
-        if (path, table, id(hook)) not in kept and _is_here(path, parts, job.dist.layout.stages):
-            raise PluginError(f"{who} lost a hook of module {path!r} ({table}); replace modules with forge_train.swap.")
-    check_added(who, job.dist.layout, parts, added)
-    _check_ties(who, before.ties, parts, {name for one in done for name in one.copies})
-    if cut := sorted(name for name, shape in after.shapes.items() if before.shapes.get(name, shape) != shape):
-        wants = "A part of one must be a DTensor, or a checkpoint would hold one rank's part as if it were the whole."
-        raise PluginError(f"{who} changed the shape of parameters{_some('cut', cut)}. {wants}")
-
-
-def _is_here(path: str, parts: list[nn.Module], stages: int) -> bool:
-    """Return True if a module is on this rank; under pipelining, others are on other ranks."""
-    return len(parts) == stages == 1 or any(path in dict(part.named_modules()) for part in parts)
-
-
 def _check_ties(who: str, ties: list[tuple[str, ...]], parts: list[nn.Module], copies: set[str]) -> None:
+    """Tie again what a transform has untied, and check that every tie is in one part."""
     for names in ties:
         group = tuple(name for name in names if name not in copies)
         homes = [
@@ -280,16 +215,3 @@ def _check_ties(who: str, ties: list[tuple[str, ...]], parts: list[nn.Module], c
             )
         if failed := retie(homes[0], [group]):
             raise PluginError(f"{who} untied {', '.join(failed)} from {group[0]}, and they no longer fit each other.")
-
-
-def _in_several(parts: Sequence[nn.Module]) -> list[str]:
-    """Parameters that would be trained in one part and in another; tied ones are judged by `_check_ties`."""
-    homes: dict[str, set[int]] = {}
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            homes.setdefault(name, set()).add(id(parameter))
-    return sorted(name for name, parameters in homes.items() if len(parameters) > 1)
-
-
-def _some(label: str, names: list[str]) -> str:
-    return f"; {label}: {format_list(names)}" if names else ""

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
 from ..base.errors import ConfigError
 from ..contract.transform import Transform
-from ..mesh.axes import EXPERT
-from ..mesh.layout import Layout
 from ..plugin.job import Job
 
 
@@ -39,25 +35,6 @@ def check_coverage(job: Job, transforms: Iterable[Transform]) -> None:
         raise ConfigError(
             f"train.precision is {precision!r}, but no enabled plugin covers 'precision'.{_covering(job, 'precision')}"
         )
-
-
-def check_added(who: str, layout: Layout, parts: Iterable[nn.Module], added: Collection[str]) -> None:
-    """Check that parameters added to experts are sharded as the experts are.
-
-    Raises:
-        ConfigError: if one is not: no one would sum its gradients over ep, and a checkpoint would hold one rank's.
-    """
-    spread = " × ".join(f"parallel.{axis} = {size}" for axis, size in layout.dividing("experts").items())
-    if not spread or not added:
-        return
-    for part in parts:
-        inside = tuple(f"{path}." for path, one in part.named_modules() if getattr(one, "domain", "") == EXPERT)
-        for name, parameter in part.named_parameters():
-            if name in added and name.startswith(inside) and not hasattr(parameter, "placements"):
-                raise ConfigError(
-                    f"{who} adds {name!r} to experts, which {spread} spreads over ranks, and does not "
-                    "split it; do as with their weights: distribute_tensor(…, weight.device_mesh, weight.placements)."
-                )
 
 
 def _covering(job: Job, axis: str) -> str:

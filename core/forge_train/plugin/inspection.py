@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .specs import HookSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..contract.model import Model
+    from ..contract.transform import Applied
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,38 @@ class Inspection:
     def mistakes(self, plugin: Any) -> Iterable[str]:
         """Mistakes in the class of an `EnabledPlugin`."""
         return ()
+
+    def before(self, parts: Sequence[nn.Module]) -> Any:
+        """Note what a transform must preserve of a model's parts."""
+
+    def transformed(
+        self,
+        job: Any,
+        plugin: str,
+        who: str,
+        before: Any,
+        parts: Sequence[nn.Module],
+        done: Sequence[Applied],
+        retie: Callable[[], None],
+        *,
+        frozen: bool,
+    ) -> None:
+        """Check a transform's work on all parts.
+
+        Args:
+            job: the run.
+            plugin: whose transform it was.
+            who: plugin and slot, for messages.
+            before: what `before` has noted.
+            parts: those of the model now.
+            done: what the transform reports.
+            retie: ties parameters again, which must be done in any case.
+            frozen: whether nothing of the model is trained.
+        """
+        retie()
+
+    def check_optimizer(self, job: Any, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer updates exactly the trainable parameters."""
 
     def of(self, annotation: Any) -> ReturnCheck:
         """Check of a value by an annotation."""

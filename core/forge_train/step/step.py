@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import PluginError, during
-from ..base.format import format_list
+from ..base.errors import during
 from ..contract.auxiliary import loss_scaling
 from ..contract.batch import Batch, MicroBatch
 from ..contract.events import StepResult, Update
@@ -78,7 +77,7 @@ class Stepper(Forward):
         model.watch(watcher.on_micro_batch)
         self.loss_scale: LossScale | None = hookspecs.loss_scale(job) if job.hooks.provider("loss_scale") else None
         job.hooks.at_stage(job.hooks, job.config, "assembly")
-        _check_parameters(job, model, optimizer)
+        job.hooks.inspection.check_optimizer(job, model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.kept = {slot: keeper.digest(job) for slot, keeper in job.hooks.keepers.items()}
         """Digest of what the provider of a slot reads."""
@@ -173,22 +172,6 @@ class Stepper(Forward):
         if self.job.dist.world > 1:
             reduce_partial(self.optimizer)
         self.schedule.step()
-
-
-def _check_parameters(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer updates exactly the trainable parameters."""
-    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trained = {name: id(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if lost := [name for name, number in trained.items() if number not in given]:
-        raise PluginError(
-            f"{job.hooks.whose('optimizer')}: {len(lost)} of {len(trained)} trainable parameters are in no group "
-            f"({format_list(lost)}). Add them, or freeze them with requires_grad_(False)."
-        )
-    if given - {id(parameter) for parameter in model.parameters()}:
-        raise PluginError(
-            f"{job.hooks.whose('optimizer')}: it holds parameters that are not the model's. "
-            "Take them from model.named_parameters()."
-        )
 
 
 def total_norm(
