@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge_train.contract.batch import Batch
+from forge_train.plugin.calling import Specs
+from forge_train.plugin.calls import EnabledPlugin
 from forge_train.plugin.inspection import Inspection, ReturnCheck
 from forge_train.plugin.specs import HookSpec
 
+from .fitting import check_fit
 from .returns import found, kind_of, protocol_of, results, returned
 
 if TYPE_CHECKING:
@@ -67,6 +70,9 @@ class Returns(Inspection):
         from .invariants import check_optimizer
 
         check_optimizer(job, model, optimizer)
+
+    def check_fit(self, plugins: Sequence[EnabledPlugin], asked: Collection[str], specs: Specs) -> None:
+        check_fit(plugins, asked, specs)
 
     def of(self, annotation: Any) -> ReturnCheck:
         return kind_of(annotation)

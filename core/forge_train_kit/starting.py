@@ -44,7 +44,7 @@ log = logging.getLogger("forge_train")
 class Weights(weights.Weights):
     """Weights that `train.init_from` and extra models name, and those beneath checkpoints of `checkpoint.only`."""
 
-    reads_others = True
+    unknown = ""
 
     def __init__(self, job: Job, *, whole: bool = False) -> None:
         """

@@ -652,6 +652,7 @@ def test_a_slots_provider_must_give_what_its_caller_takes() -> None:
         ],
         {},
         {"ranking": ranking, "head": head},
+        Returns(),
     )
     with pytest.raises(ConfigError, match=r"Plugin 'a' \(dist 1\) takes 'scores' from the slot 'head', but plugin 'h'"):
         ranking(SimpleNamespace(hooks=both))

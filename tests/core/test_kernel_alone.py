@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import site
 import socket
@@ -150,6 +151,7 @@ def test_a_mistake_in_a_dictionary_of_sections() -> None:
         ({"format": "both"}, "checkpoint.format: this setup writes no full tensors, as 'both' asks; set 'sharded'."),
         ({"best": "loss"}, "checkpoint.best: this setup saves by checkpoint.every alone; remove the key."),
         ({"mirror": "there"}, "checkpoint.mirror: this setup saves by checkpoint.every alone; remove the key."),
+        ({"keep_best": 2}, "checkpoint.keep_best: this setup saves by checkpoint.every alone; remove the key."),
         (
             {"asynchronous": True},
             "checkpoint.asynchronous: this setup saves by checkpoint.every alone; remove the key.",
@@ -165,10 +167,17 @@ def test_what_the_kernel_alone_does_not_do_is_refused(tmp_path: Path, checkpoint
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_from_elsewhere_are_refused_by_the_kernel_alone(tmp_path: Path) -> None:
-    section = {"steps": 2, "global_batch": 4, "sequence": 16, "init_from": "there"}
-    setup = make_setup(Tree.of({"train": section}), plugins=[str(ROOT / "examples/kernel/toy.py")])
-    with pytest.raises(ConfigError, match=r"^train\.init_from: this setup begins with initial weights; remove the key"):
+@pytest.mark.parametrize(
+    ("key", "value"), [("train.init_from", "there"), ("train.init_missing", ["*.a"]), ("checkpoint.only", ["*.a"])]
+)
+def test_weights_from_elsewhere_are_refused_by_the_kernel_alone(tmp_path: Path, key: str, value: object) -> None:
+    values: dict[str, dict[str, Any]] = {"train": {"steps": 2, "global_batch": 4, "sequence": 16}, "checkpoint": {}}
+    section, _, name = key.partition(".")
+    values[section][name] = value
+    setup = make_setup(Tree.of(values), plugins=[str(ROOT / "examples/kernel/toy.py")])
+    with pytest.raises(
+        ConfigError, match=rf"^{re.escape(key)}: this setup begins with initial weights, and saves all; remove the key"
+    ):
         train(setup, run_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 

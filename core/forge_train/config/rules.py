@@ -17,17 +17,6 @@ LONGEST_NAME = 200
 """Bytes of a run's name. File systems allow 255, and `--resume never` adds a number."""
 
 
-def _best_problems(config: Config) -> Iterator[Problem]:
-    saves = config.checkpoint
-    if saves.best.startswith("evaluation.") and not config.train.evaluate_every:
-        yield Problem("checkpoint.best", f"{saves.best!r} needs evaluations; set train.evaluate_every.")
-    for key, changed in {"best_is": saves.best_is != "lowest", "keep_best": saves.keep_best != 1}.items():
-        if changed and not saves.best:
-            yield Problem(
-                f"checkpoint.{key}", "says which checkpoints are the best; name their metric: checkpoint.best."
-            )
-
-
 def check(config: Config, world: int) -> Iterator[Problem]:
     """Mistakes in core's sections that only several values together show."""
     train = config.train
@@ -42,17 +31,6 @@ def check(config: Config, world: int) -> Iterator[Problem]:
         section, dot, _ = canonical(name).partition(".")
         if dot and section in sections and canonical(name) not in keys:
             yield Problem("checkpoint.allow_changes", f"there is no key {name!r}.{nearest(canonical(name), keys)}")
-    yield from _best_problems(config)
-    if not train.init_from:
-        needs = {
-            "train.init_missing": train.init_missing,
-            "train.init_unexpected": train.init_unexpected,
-            "train.init_map": train.init_map,
-            "checkpoint.only": config.checkpoint.only,
-        }
-        for key, patterns in needs.items():
-            if patterns:
-                yield Problem(key, "needs a checkpoint that gives the other weights; set train.init_from.")
     try:
         layout = Layout.of(config.parallel, world)
     except LayoutError as error:

@@ -12,6 +12,7 @@ from ..base.errors import ConfigError, during
 from ..base.files import remove_remains
 from ..checkpoint import checkpoint, found
 from ..checkpoint.writing import Staged, commit, prune, repair, stage
+from ..config.sections import CheckpointSection
 from ..contract.events import CheckpointEvent
 from ..mesh.distributed import DistributedContext
 from ..plugin import hookspecs
@@ -30,13 +31,23 @@ class Saver:
         ConfigError: if the configuration asks for more.
     """
 
-    unknown: ClassVar[tuple[str, ...]] = ("minutes", "early", "best", "asynchronous", "folder", "mirror")
+    unknown: ClassVar[tuple[str, ...]] = (
+        "minutes",
+        "early",
+        "best",
+        "best_is",
+        "keep_best",
+        "asynchronous",
+        "folder",
+        "mirror",
+    )
     """Keys of [checkpoint] without effect."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._config = job, job.config.checkpoint
+        usual = CheckpointSection()
         for key in self.unknown:
-            if getattr(self._config, key):
+            if getattr(self._config, key) != getattr(usual, key):
                 raise ConfigError(f"checkpoint.{key}: this setup saves by checkpoint.every alone; remove the key.")
         self._files = self.files(self._config.format)
         self._plan: Any = None

@@ -46,13 +46,15 @@ class Weights:
         ConfigError: if the configuration asks for more.
     """
 
-    reads_others: ClassVar[bool] = False
-    """True if weights may come from other checkpoints."""
+    unknown: ClassVar[str] = "train.init_from train.init_missing train.init_unexpected train.init_map checkpoint.only"
+    """Keys without effect."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        if job.config.train.init_from and not self.reads_others:
-            raise ConfigError("train.init_from: this setup begins with initial weights; remove the key.")
+        values = job.config.values()
+        for key in self.unknown.split():
+            if values[key]:
+                raise ConfigError(f"{key}: this setup begins with initial weights, and saves all; remove the key.")
 
     def start_extra(self, found: Path | None) -> None:
         """Give extra models the weights that they name; `found` is the checkpoint that the run continues from."""

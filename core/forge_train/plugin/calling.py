@@ -1,11 +1,8 @@
-"""Calls plugins by the specs of hooks, and uses their answers as each hook's kind says.
-
-It also checks that the providers of several slots fit together: task and loss fit the head, the loss fits the task.
-"""
+"""Calls plugins by the specs of hooks, and uses their answers as each hook's kind says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ..base.errors import ConfigError
@@ -120,7 +117,7 @@ class Caller:
         self._check_fit()
 
     def _check_fit(self) -> None:
-        check_fit(list(self.enabled.values()), {slot for slot, _ in self.used}, self.specs)
+        self.inspection.check_fit([*self.enabled.values()], {slot for slot, _ in self.used}, self.specs)
 
     def gives(self, slot: str) -> str:
         """Return what a slot's provider gives to others, such as `token_logits` for a head; empty if unfilled."""
@@ -206,47 +203,6 @@ class Caller:
 def gives(plugin: EnabledPlugin, slot: str, specs: Specs) -> str:
     """Return what a slot's provider gives to others; empty if the slot defines nothing."""
     return plugin.cls.gives.get(slot, specs[slot].gives if slot in specs else "")
-
-
-def takes(plugin: EnabledPlugin, slots: Collection[str], specs: Specs) -> dict[str, tuple[str, ...]]:
-    """Slot → what a plugin, as the provider of some slots, can take from that slot's provider."""
-    implied = {slot: kinds for own in slots if own in specs for slot, kinds in specs[own].takes.items()}
-    return {**implied, **plugin.cls.takes}
-
-
-def check_fit(plugins: Sequence[EnabledPlugin], asked: Collection[str], specs: Specs) -> None:
-    """Check that task, head, loss and any other provider and consumer fit together; for arguments see `misfits`.
-
-    Raises:
-        ConfigError: names those that do not fit.
-    """
-    if lines := list(misfits(plugins, asked, specs)):
-        raise ConfigError("\n".join(lines))
-
-
-def misfits(plugins: Sequence[EnabledPlugin], asked: Collection[str], specs: Specs) -> Iterator[str]:
-    """A sentence for each plugin that is given what it can't take.
-
-    Args:
-        plugins: the enabled ones.
-        asked: slots that somebody has asked for. A default in an optional slot may never be asked for.
-        specs: the hooks that the run knows.
-    """
-    required = {slot for plugin in plugins for slot in plugin.cls.requires} | set(asked)
-    for plugin in plugins:
-        optional = {slot for slot in plugin.provides if slot in specs and specs[slot].optional}
-        slots = plugin.provides - (optional - required if plugin.default else set())
-        if plugin.default and not slots:
-            continue
-        for slot, kinds in takes(plugin, slots, specs).items():
-            for giver in plugins:
-                given = gives(giver, slot, specs)
-                if slot in giver.provides and giver is not plugin and kinds and given not in kinds:
-                    wanted = " or ".join(map(repr, kinds))
-                    yield (
-                        f"Plugin {plugin.ref.label} takes {wanted} from the slot {slot!r}, but plugin "
-                        f"{giver.ref.label} gives {given!r}. Enable another plugin for one of them."
-                    )
 
 
 def _unfilled(spec: HookSpec[..., Any]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..base.errors import Problem
 from .specs import HookSpec
 
 if TYPE_CHECKING:
@@ -70,6 +71,19 @@ class Inspection:
 
     def check_optimizer(self, job: Any, model: Model, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer updates exactly the trainable parameters."""
+
+    def check_fit(self, plugins: Sequence[Any], asked: Collection[str], specs: Mapping[str, Any]) -> None:
+        """Check that task, head, loss and any other provider and consumer fit together.
+
+        Args:
+            plugins: the enabled ones.
+            asked: slots that somebody has asked for. A default in an optional slot may never be asked for.
+            specs: the hooks that the run knows.
+        """
+
+    def problems(self, config: Any) -> Iterable[Problem]:
+        """Mistakes that only several values of the kernel's sections together show."""
+        return ()
 
     def of(self, annotation: Any) -> ReturnCheck:
         """Check of a value by an annotation."""

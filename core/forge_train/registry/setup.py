@@ -141,7 +141,9 @@ def make_setup(
         base=tree.base,
     )
     checked = rules.filled(config, steps=UNKNOWN_STEPS) if config.train.epochs else config
-    problems = [*rules.check(config, world), *hooks.check_config(checked)] if training else []
+    problems = (
+        [*rules.check(config, world), *inspection.problems(config), *hooks.check_config(checked)] if training else []
+    )
     _raise(_located(config, problem) for problem in problems if data or not problem.data)
     _raise(_misfits(hooks, config) if training else [])
     for name, slot in resolution.idle.items():
@@ -149,7 +151,7 @@ def make_setup(
     config = rules.fill_in(config, world) if training else config
     if config.train.epochs and training and measured and not opened:
         config = _counted(config, hooks)
-        problems = [*rules.check(config, world), *hooks.check_config(config)]
+        problems = [*rules.check(config, world), *inspection.problems(config), *hooks.check_config(config)]
         _raise(_located(config, problem) for problem in problems if data or not problem.data)
     return Setup(config, hooks)
 

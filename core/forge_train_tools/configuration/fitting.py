@@ -11,7 +11,7 @@ from forge_train_kit.source import Source
 
 _ASKED = "Enable another plugin for one of them"
 _MISFIT = re.compile(rf"takes (.+) from the slot '(\w+)', but plugin '\w+' .* gives '(\w+)'\. {_ASKED}(?=\.)")
-"""A sentence of `forge_train.plugin.calling.misfits`: what is taken, the slot, and what is given."""
+"""A sentence of `forge_train_kit.fitting.misfits`: what is taken, the slot, and what is given."""
 
 
 def named(text: str) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_train.base.errors import PluginError, describe, nearest
+from forge_train.base.errors import PluginError, Problem, describe, nearest
 from forge_train.base.format import place
 from forge_train.base.names import PluginRef
+from forge_train.config import Config
 from forge_train.config.schema import no_toml
 from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.plugin import MARK, Plugin
@@ -23,6 +24,7 @@ from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
 from forge_train_kit.return_checks import Returns
 
 from .known_facts import Facts
+from .rules import problems
 
 Specs = Mapping[str, HookSpec[..., Any]]
 _NO_METHODS = (property, functools.cached_property, functools.partial)
@@ -33,6 +35,9 @@ class Inspection(Returns):
 
     def __init__(self) -> None:
         self._mistakes = inspector()
+
+    def problems(self, config: Config) -> Iterator[Problem]:
+        return problems(config)
 
     def mistakes(self, plugin: EnabledPlugin) -> list[str]:
         return self._mistakes(plugin)

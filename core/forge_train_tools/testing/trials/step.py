@@ -12,7 +12,7 @@ from forge_train.contract.model import Model
 from forge_train.contract.protocols import SpanName
 from forge_train.contract.transform import Applied
 from forge_train.plugin import hookspecs
-from forge_train.plugin.calling import takes
+from forge_train_kit.fitting import takes
 from forge_train_kit.losses import LossFunction
 
 from ..bench import LABELS, TOKENS, Bench, OpaqueHead, Oracle, Trials, close, cut_at, hidden_states, scalar
