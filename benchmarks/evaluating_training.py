@@ -28,6 +28,7 @@ from evaluating import TASKS, write_tasks
 
 from forge_train import Evaluator, Loader, Model
 from forge_train.step.forward import Evaluations, Forward
+from forge_train_kit import evaluators
 from forge_train_tools import train
 from forge_train_tools.generation.forwards import Forwards
 
@@ -98,16 +99,16 @@ def replaying(_: Callable[..., Any], known: list[Any]) -> Callable[..., Any]:
 def measured(task: str, folder: str) -> Clock:
     """A run that asks a task at each of its steps. Each evaluation is timed whole, and again without computing."""
     clock, apart = Clock(), [0.0]
-    measure, mean_loss, run = Forward.measure, Forward.mean_loss, Evaluations.run
+    measure, mean_loss, run = evaluators.measure, Forward.mean_loss, Evaluations.run
 
-    def measured_twice(self: Forward, evaluator: Evaluator, data: Loader, *rest: Any) -> None:
+    def measured_twice(forward: Forward, evaluator: Evaluator, data: Loader, *rest: Any) -> None:
         start, began = data.state_dict(), time.thread_time()
-        with replaced(self.model, noting):
-            measure(self, evaluator, data, *rest)
+        with replaced(forward.model, noting):
+            measure(forward, evaluator, data, *rest)
         between = time.thread_time()
         data.load_state_dict(start)
-        with replaced(self.model, replaying):
-            measure(self, evaluator, data, *rest)
+        with replaced(forward.model, replaying):
+            measure(forward, evaluator, data, *rest)
         again = time.thread_time() - between
         clock.passes.append(between - began - again)
         apart[0] += again
@@ -128,7 +129,7 @@ def measured(task: str, folder: str) -> Clock:
     sizes = {"train.global_batch": 8, "train.micro_batch": 8, "checkpoint.every": 0, "text.path": textwrap.__file__}
     asked = {"lm_eval.tasks": [task]}
     with (
-        patch.object(Forward, "measure", measured_twice),
+        patch.object(evaluators, "measure", measured_twice),
         patch.object(Forward, "mean_loss", held_out),
         patch.object(Evaluations, "run", timed),
     ):

@@ -171,12 +171,12 @@ def test_its_own_interval_holds_after_a_resume_and_at_the_end() -> None:
 
 
 def test_it_costs_only_its_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge_train.step.forward import Forward
+    from forge_train_kit import evaluators
     from forge_train_tools.generation.forwards import Forwards
 
     passes, tokens = [], []
-    measure, write = Forward.measure, Forwards.__call__
-    monkeypatch.setattr(Forward, "measure", lambda self, *rest: (passes.append(rest[2]), measure(self, *rest))[1])
+    measure, write = evaluators.measure, Forwards.__call__
+    monkeypatch.setattr(evaluators, "measure", lambda *given: (passes.append(given[3]), measure(*given))[1])
     monkeypatch.setattr(Forwards, "__call__", lambda self, call: (tokens.append(1), write(self, call))[1])
     assert not (ended := forge("eval", "runs/asked", *asking(*SCORED))).code, ended.err
     texts = [json.loads(line)["text"] for line in Path("prose.jsonl").read_text().splitlines()]
