@@ -185,9 +185,9 @@ def test_a_row_is_chosen_from_its_own_numbers_alone() -> None:
     assert len({tuple(ids) for ids in found.values()}) == 3
 
 
-def row(request: int, **values: Any) -> TextRow:
+def row(request: int, *, scored: bool = True, **values: Any) -> TextRow:
     sampling = Sampling(**({"temperature": 1.0, "seed": 4} | values))
-    return TextRow(request, [65], sampling, ByteTokenizer(), request=(request, 0), scored=True)
+    return TextRow(request, [65], sampling, ByteTokenizer(), request=(request, 0), scored=scored)
 
 
 def test_log_probabilities_are_those_of_what_was_drawn_from_and_of_the_model() -> None:
@@ -209,3 +209,17 @@ def test_ids_that_the_tokenizer_lacks_are_never_chosen() -> None:
     logits[280] = 50.0
     assert row(0, temperature=0).choose(logits).id == 0
     assert row(0).choose(logits).id < 257
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_the_likeliest_token_is_the_same_without_log_probabilities(scored: bool) -> None:
+    logits = torch.zeros(300)
+    logits[[65, 66, 70, 280]] = torch.tensor([5.0, 4.9, 4.9, 50.0])
+    assert row(0, temperature=0, scored=scored).choose(logits).id == 65
+    assert row(0, temperature=0, repetition_penalty=1.1, scored=scored).choose(logits).id == 66, "65 is in the prompt"
+
+
+def test_the_likeliest_token_takes_no_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sums and draws take five times as long."""
+    monkeypatch.delattr(Distribution, "of")
+    assert row(0, temperature=0, scored=False).choose(torch.zeros(300)).id == 0

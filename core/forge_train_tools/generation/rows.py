@@ -74,6 +74,7 @@ class TextRow:
         self._sampling, self._vocabulary = sampling, tokenizer.vocabulary
         self._ends = {*tokenizer.stops, *ends}
         self._request, self._scored = request, scored
+        self._likeliest = not (sampling.temperature or scored) and sampling.repetition_penalty == 1
         self._stream, self._stops = Stream(tokenizer, ids), Stops(sampling.stop)
 
     def choose(self, logits: Tensor) -> Choice:
@@ -82,7 +83,10 @@ class TextRow:
         Args:
             logits: `[vocabulary]` fp32 on the CPU; ids that the tokenizer does not have are never chosen.
         """
-        found = Distribution.of(logits[: self._vocabulary], self._sampling, self.ids)
+        known = logits[: self._vocabulary]
+        if self._likeliest:
+            return Choice(int(known.argmax()))
+        found = Distribution.of(known, self._sampling, self.ids)
         token = found.draw(uniform(self._sampling.seed, *self._request, len(self.ids)))
         if not self._scored:
             return Choice(token)
