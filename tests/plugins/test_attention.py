@@ -106,6 +106,30 @@ def test_module_is_projections_norms_rotation_and_kernel(qk_norm: bool, bias: bo
     torch.testing.assert_close(module(x), expected, rtol=1e-6, atol=1e-6)
 
 
+class Counted(RoPE):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return super().forward(x, position_ids)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_queries_and_keys_of_one_token_are_rotated_together(grad: bool) -> None:
+    rope = Counted(6, length=8)
+    module, x = attention(rope=rope), random(3, 2, 12)
+    places = torch.tensor([[2, 3], [0, 1], [6, 7]])
+    cache, last = module.new_cache(3, 2), slice(1, None)
+    with torch.set_grad_enabled(grad):
+        module(x[:, :1], position_ids=places[:, :1], cache=cache)
+        assert rope.calls == 1
+        found = module(x[:, last], position_ids=places[:, last], cache=cache)
+        torch.testing.assert_close(found, module(x, position_ids=places)[:, last])
+        assert rope.calls == 4, "two more calls for the two tokens at once"
+
+
 def test_declares_its_start_kernel_plan_and_cost() -> None:
     module = attention(qk_norm=True, output_std=0.001)
     assert isinstance(module.kernel, Kernel)

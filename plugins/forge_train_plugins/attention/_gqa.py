@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -82,7 +84,7 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and not self.norms_width:
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         if self.rope is not None:
-            q_BTHD, k_BTKD = self.rope(q_BTHD, position_ids), self.rope(k_BTKD, position_ids)
+            q_BTHD, k_BTKD = self._rotated(self.rope, q_BTHD, k_BTKD, position_ids)
         options = AttentionOptions(
             scale=self.scale,
             document_ids=document_ids,
@@ -117,6 +119,15 @@ class GroupedQueryAttention(nn.Module):
         if self.dropout is not None:
             plan["dropout"] = "heads"
         return plan
+
+    def _rotated(
+        self, rope: nn.Module, q_BTHD: Tensor, k_BTKD: Tensor, position_ids: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Both at their positions; of a single token in one call, whose operations cost more than their numbers."""
+        if q_BTHD.shape[1] > 1:
+            return rope(q_BTHD, position_ids), rope(k_BTKD, position_ids)
+        both: Tensor = rope(torch.cat((q_BTHD, k_BTKD), 2), position_ids)
+        return torch.split(both, [q_BTHD.shape[2], k_BTKD.shape[2]], dim=2)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         batch, sequence, _ = x.shape
