@@ -26,6 +26,7 @@ from forge_train_tools.generation.completion import Completion
 from forge_train_tools.generation.requests import Requests
 from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.generation.texts import Stops, Stream
+from forge_train_tools.offline.read_only import ReadOnlyRun
 
 GREEDY = Sampling(tokens=20, temperature=0)
 
@@ -167,7 +168,7 @@ def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **v
     hooks = SimpleNamespace(provider={"tokenizer": "text"}.get, call=lambda spec, _: answers[spec.name])
     hooks.gives = lambda slot: "token_logits"
     dist = DistributedContext(Layout(), torch.device("cpu"))
-    job = SimpleNamespace(hooks=hooks, dist=dist, device=torch.device("cpu"))
+    job = SimpleNamespace(hooks=hooks, dist=dist, device=torch.device("cpu"), run=ReadOnlyRun(Path("nowhere")))
     model = Model([Scripted(script)])
     return Completion(job, model, prompt, Sampling(**({"tokens": len(script), "temperature": 0} | values)))  # type: ignore[arg-type]
 

@@ -84,6 +84,10 @@ class Interventions:
             found = vars(model)[_ATTRIBUTE] = cls(model, job)
         return found
 
+    def __len__(self) -> int:
+        """Number of changes."""
+        return self._count
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """A block in which the model computes with them. It needs no gradients: none pass between ranks."""

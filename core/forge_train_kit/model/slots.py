@@ -166,7 +166,7 @@ class RowMemory:
     def put(self, *values: Tensor) -> None:
         """Keep these, with the same axes."""
         if not self._held:
-            self._held = [one.new_zeros(rounded(self.slots.count, TOGETHER), *one.shape[1:]) for one in values]
+            self._held = [_memory(one, rounded(self.slots.count, TOGETHER), *one.shape[1:]) for one in values]
         for held, value in zip(self._held, values, strict=True):
             held[self._rows] = value
 
@@ -210,7 +210,7 @@ class PositionMemory(RowMemory):
         """
         slots, columns = self.slots, columns_of(self.slots.capacity, self._turn)
         if not self._held:
-            self._held = [one.new_zeros(slots.count, columns, *one.shape[2:]) for one in values]
+            self._held = [_memory(one, slots.count, columns, *one.shape[2:]) for one in values]
         if slots.row is not None:
             first = max(values[0].shape[1] - (self._turn or columns), 0)
             for held, value in zip(self._held, values, strict=True):
@@ -230,8 +230,9 @@ class PositionMemory(RowMemory):
     def resize(self) -> None:
         columns = columns_of(self.slots.capacity, self._turn)
         for at, one in enumerate(self._held):
-            if (more := columns - one.shape[1]) > 0:
-                self._held[at] = torch.cat((one, one.new_zeros(len(one), more, *one.shape[2:])), 1)
+            if columns > one.shape[1]:
+                self._held[at] = _memory(one, len(one), columns, *one.shape[2:])
+                self._held[at][:, : one.shape[1]] = one
 
 
 class SlotCache(PositionMemory):
@@ -263,3 +264,9 @@ def _of_last(options: AttentionOptions, lengths: Tensor | None = None) -> Attent
 def filled(values: Sequence[int], filler: int) -> list[int]:
     """The values of the rows that continue, and of those that follow them in a forward."""
     return [*values, *[filler] * (-len(values) % TOGETHER)]
+
+
+def _memory(like: Tensor, *shape: int) -> Tensor:
+    """Zeros that can be written to outside torch's inference mode, too."""
+    with torch.inference_mode(False):
+        return like.new_zeros(shape)

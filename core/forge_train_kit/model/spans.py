@@ -41,7 +41,8 @@ class PerBatch(Generic[_T]):
         if self._ids[0] is not whole or self._ids[1] != version:
             self._made.clear()
         self._ids = whole, version
-        facts = facts, piece, None if of_queries is None else (id(of_queries), of_queries._version)
+        queries = None if of_queries is None else (id(of_queries), of_queries._version)
+        facts = facts, piece, queries, torch.is_inference_mode_enabled()  # autograd takes nothing that was made there
         if facts not in self._made:
             made = make()
             if len(self._made) == KEPT:

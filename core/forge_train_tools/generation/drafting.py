@@ -261,17 +261,17 @@ class Guessing(SideBySide):
 
     # -- calls ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _draft(self, depth: int, hidden: Tensor, ids: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        return self._tail.draft(depth, hidden, ids, positions, cache)
+        with self._forwards.mode():
+            return self._tail.draft(depth, hidden, ids, positions, cache)
 
     def _draft_nothing(self, depth: int) -> Tensor:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self._job.device)
         return self._draft(depth, self._blank, zero, zero, None)[1]
 
-    @torch.no_grad()
     def _logits(self, hidden: Tensor, rows: int) -> Tensor:
-        return self._forwards.logits(self._part, hidden, rows)
+        with self._forwards.mode():
+            return self._forwards.logits(self._part, hidden, rows)
 
     def _columns(self, given: Sequence[tuple[int, int]]) -> Tensor:
         """Tokens and their positions, `[2, tokens, 1]`, with those that do not count."""

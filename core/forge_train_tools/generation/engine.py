@@ -199,7 +199,8 @@ class _Run:
                     replica.active[at] = replica.active[last]
                     del replica.active[last]
                     if replica is self._mine and self._memory is not None:
-                        self._memory.end(at, last)
+                        with self._forwards.mode():
+                            self._memory.end(at, last)
                 if row.done or self._alone:
                     yield row
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train_kit.activations import Interventions
+
+from ..offline.read_only import ReadOnlyRun
 
 
 @dataclass
@@ -44,15 +46,22 @@ class Forwards:
         self._interventions = Interventions.of(model, job)
         self.sees_logits = any(getattr(part, "head", None) is not None for part in model.parts)
         """True if this rank gets logits."""
+        alone = job.dist.world == 1 and isinstance(job.run, ReadOnlyRun) and not self._interventions
+        self.mode: Callable[[], AbstractContextManager[Any]] = torch.inference_mode if alone else torch.no_grad
+        """A block without gradients. Inference mode costs less, but nothing that is made in it can be trained with:
+        gathered weights, for one, and an intervention may compute gradients."""
         self._executor: Executor | None = None
         self._found: Tensor | None = None
         self._call = Call(torch.empty(0))
         if job.dist.layout.pp > 1:
             self._executor = hookspecs.executor(model, _Looking(self), job)
 
-    @torch.no_grad()
     def __call__(self, call: Call) -> Tensor | None:
         """`[rows, vocabulary]` fp32 on the CPU, or None on a rank without the head."""
+        with self.mode():
+            return self._found_by(call)
+
+    def _found_by(self, call: Call) -> Tensor | None:
         if self._executor is None:
             (part,) = self._parts
             more: dict[str, Any] = {} if call.positions is None else {"position_ids": call.positions}
