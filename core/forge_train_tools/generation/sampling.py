@@ -121,7 +121,8 @@ class Distribution:
             ids = ids[_nucleus(scores[ids], sampling.top_p)]
         if sampling.min_p:
             ids = ids[scores[ids] >= math.log(sampling.min_p)]  # the likeliest one's is 0
-        return cls(ids, scores[ids].log_softmax(0))
+        kept = scores if len(ids) == len(scores) else scores[ids]
+        return cls(ids, kept.log_softmax(0))
 
     def draw(self, number: float) -> int:
         """The token at which the sum of probabilities, in the order of ids, exceeds a number from 0 up to 1."""
