@@ -22,9 +22,9 @@ from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from data import FORGE, family
 from debian import SOURCES, collect_all
 
-from data import FORGE, family
 from forge_train_cli.curves import Curve, colour
 from forge_train_cli.plotting import picture
 

@@ -30,7 +30,7 @@ from forge_train_tools.configuration.known_facts import GROUP
 ROOT = Path(__file__).parents[1]
 HOOKS = Specs([])
 """Those that Forge's own packages declare."""
-ELSEWHERE = {2: "tests/dist/test_compositions.py", 7: "tests/core/test_conformance.py"}
+ELSEWHERE = {2: "tests/dist/test_compositions.py", 7: "tests/tools/test_conformance.py"}
 """Laws whose tests need several ranks, or every plugin."""
 
 

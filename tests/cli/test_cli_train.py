@@ -206,7 +206,7 @@ def test_a_run_that_diverges(forge: Forge) -> None:
 
 @pytest.mark.e2e
 def test_an_interrupted_run_saves_and_says_how_to_go_on(folder: Path) -> None:
-    """By Ctrl-C; tests/core/test_engine.py knows the other signals."""
+    """By Ctrl-C; tests/kernel/test_engine.py knows the other signals."""
     environment = {**os.environ, "FORGE_SET": "checkpoint.every=0;train.evaluate_every=0"}
     command = ("train", "tiny.toml", "--name", "mine", "-s", "train.steps=100000")
     started = forge_cli.start(*command, preloaded=True, env=environment, cwd=folder)

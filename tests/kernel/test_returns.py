@@ -387,7 +387,7 @@ def test_an_executor(tmp_path: Path, method: str, value: Any, says: str) -> None
             return made
 
     message = blamed(tmp_path, Wrong, config={"train.evaluate_every": 1})
-    assert f"hook executor ({HERE}" in message.replace(str(Path.cwd()), "").replace("tests/core/", "")
+    assert f"hook executor ({HERE}" in message.replace(str(Path.cwd()), "").replace("tests/kernel/", "")
     assert f": {method} (" in message
     assert says in message
 
