@@ -12,7 +12,7 @@ from forge_train_kit.reference.plugin import ReferencePlugin, ReferenceSection
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Finished, Loader, Metric, Model
+    from forge_train import CheckpointEvent, Finished, Loader, Metric, Model
     from forge_train.config import Config as RunConfig
 
     from ._grpo.rollouts import Rollouts
@@ -80,7 +80,7 @@ class GRPO(ReferencePlugin):
         aside), and 0 otherwise; or your function, as `package.module:function` or `file.py:function`."""
         reward_model: Annotated[str, FilePath()] = ""
         """A run or a checkpoint of `reward`, whose rewards take the place of `reward`: those of the prompt, the answer
-        and the end, as a text, or as a chat that `template` writes."""
+        and the end, as a text, or as a chat that the template beside its weights writes, or else `template`."""
         reward_weight: Annotated[float, Ge(0)] = 0.0
         """With `reward_model`: weight of `reward`, or of the task's reward, which is added to the model's."""
         gym: str = ""
@@ -254,6 +254,11 @@ class GRPO(ReferencePlugin):
         yield "filter", held_out(mine.held_out, "prompts by their hash")
         yield "order", "another one in each epoch, by the run's seed"
         yield "pack", f"a row of {job.config.train.sequence} tokens for each answer, drawn by the model before the step"
+
+    @hookimpl
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        if event.kind == "saving" and self._rollouts is not None:
+            self._rollouts.save_template()
 
     @hookimpl
     def on_end(self, finished: Finished) -> None:

@@ -30,7 +30,10 @@ def resolve(path: Path, dist: DistributedContext = ALONE) -> Path:
 
 def _importable(path: Path) -> str:
     if (path / "config.json").is_file():
-        return f"{path} is in Hugging Face layout. Make a checkpoint of it first: forge checkpoint import {path} NEW"
+        return (
+            f"{path} is in Hugging Face layout. Make a checkpoint of it first: forge checkpoint import {path} NEW, "
+            "with -p and the plugins of its task if it is no language model"
+        )
     if (path / DCP_INDEX).is_file():
         return (
             f"{path} was written by torch.distributed.checkpoint. Import it first: forge checkpoint import {path} NEW"

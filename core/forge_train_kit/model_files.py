@@ -86,6 +86,17 @@ def digest(job: Job) -> str | None:
     return tokenizer.digest
 
 
+def folder_of(weights: str) -> Path:
+    """The folder of the tokenizer's files in a checkpoint, or in a run's newest; it need not exist.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+    """
+    from forge_train.checkpoint import checkpoint  # which imports torch
+
+    return checkpoint.resolve(Path(weights)) / FOLDER
+
+
 def expect_same_words(job: Job, weights: str, key: str) -> None:
     """Check that a checkpoint's model reads the same words from the same ids as this run's.
 
@@ -100,7 +111,7 @@ def expect_same_words(job: Job, weights: str, key: str) -> None:
     from forge_train.checkpoint import checkpoint  # which imports torch
 
     try:
-        path = checkpoint.resolve(Path(weights))
+        path = folder_of(weights).parent
     except ConfigError:
         return
     saved, beside = checkpoint.read_state(path).get("tokenizer"), files(path / FOLDER)

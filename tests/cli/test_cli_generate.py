@@ -292,6 +292,8 @@ class TestBadInput:
         assert "--template: no prompt is a chat; add --chat" in refusal(out, "--template", "plain")
         assert "no such file or folder" in refusal(out, data="nothing.jsonl")
         assert "there is no folder" in refusal(tmp_path / "no" / "out.jsonl")
+        for name in ("out.parquet", "out.safetensors", "out.csv"):
+            assert "answers are lines of JSON; expected a name that ends with .jsonl." in refusal(tmp_path / name)
         out.write_text("mine")
         assert f"{out} exists; name a new file, or remove it." in refusal(out)
         assert out.read_text() == "mine"
@@ -304,6 +306,7 @@ class TestBadInput:
             (("--prompt", "a", "--logprobs"), "--logprobs: log-probabilities are printed with --json"),
             (("--prompt", "-", "--prompt", "-"), "--prompt -: stdin can be read once."),
             (("--prompt", "a", "--template", "plain"), "--template: no prompt is a chat"),
+            (("--prompt", "a", "-p", "tp", "-s", "parallel.tp=2"), "= 2, but there is 1 process"),
             (("--prompt", "a", "--prompt", "b" * 64), "Prompt 2: has 64 tokens, and the model reads 64 at once"),
             (("--prompt", "b" * 70, "--samples", "2"), "The prompt: has 70 tokens"),
         ],

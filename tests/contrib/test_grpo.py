@@ -248,6 +248,14 @@ def test_a_chat_is_answered(run_forge: RunForge, tmp_path: Path) -> None:
     assert line["prompt"].endswith("Assistant:")
 
 
+def test_as_many_samples_as_were_asked_for_are_kept(run_forge: RunForge, tmp_path: Path) -> None:
+    """One step has eight answers in two groups."""
+    for samples, kept in ((1, 1), (4, 4), (6, 6), (100, 8)):
+        config = grpo_cases.settings(tmp_path, **{"grpo.samples": samples})
+        run = run_forge(["grpo"], config, steps=1, name=f"s{samples}")
+        assert len((run.run / "artifacts" / "samples.jsonl").read_text().splitlines()) == kept
+
+
 def test_a_function_may_reward_a_rollout_at_once(run_forge: RunForge, tmp_path: Path) -> None:
     each, together = (
         run_forge(["grpo"], grpo_cases.settings(tmp_path, **{"grpo.reward": f"grpo_cases:{name}"}), steps=2)

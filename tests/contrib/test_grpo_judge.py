@@ -14,6 +14,7 @@ import grpo_cases
 from forge_train import ConfigError
 from forge_train.base.errors import ForgeError
 from forge_train_contrib._grpo.judge import Judge
+from forge_train_kit.data.chats import open_template
 from forge_train_tools import infer
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
@@ -125,6 +126,46 @@ def test_a_chat_is_judged_as_infer_reads_it(run_forge: RunForge, tmp_path: Path,
     asked = [[*chats[int(re.findall(r"Hi (\d)", one["prompt"])[0])], said(one["answer"])] for one in found]
     wanted = inferred(judge, tmp_path, [{"messages": chat} for chat in asked], template="plain")
     assert [one["reward"] for one in found] == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings for a tokenizer whose template is ChatML."""
+    chat_model.write_tokenizer(folder := tmp_path_factory.mktemp("words"))
+    return {"tokenizer.path": str(folder), "decoder.vocabulary": 384, "train.sequence": 80, "decoder.max_sequence": 80}
+
+
+HELLO = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def test_a_chat_is_judged_as_the_model_learned_to_read_it(
+    run_forge: RunForge, tmp_path: Path, words: dict[str, Any]
+) -> None:
+    judge = grpo_cases.judge(str(tmp_path / "judge"), **words)
+    config = grpo_cases.settings(tmp_path, **{**OF_MODEL, **words, "grpo.reward_model": judge})
+    grpo_cases.written(tmp_path, [HELLO])
+    found = samples(run_forge(["grpo"], config, steps=1).run)
+    assert found[0]["prompt"].startswith("<|im_start|>user")
+    asked = [{"messages": [*HELLO["messages"], said(one["answer"])]} for one in found]
+    wanted = inferred(judge, tmp_path, asked)
+    assert [one["reward"] for one in found] == pytest.approx(wanted, abs=1e-6)
+    (tmp_path / "other").mkdir()
+    assert inferred(judge, tmp_path / "other", asked, template="chatml") != pytest.approx(wanted, abs=1e-3)
+
+
+def test_the_template_that_was_trained_with_goes_with_the_run(
+    run_forge: RunForge, tmp_path: Path, words: dict[str, Any]
+) -> None:
+    config = grpo_cases.settings(tmp_path, **{**words, "grpo.template": "plain", "checkpoint.every": 1})
+    grpo_cases.written(tmp_path, [HELLO])
+    run = run_forge(["grpo"], config, steps=1)
+    for folder in (run.run / "tokenizer", run.run / "checkpoints" / "step-00000001" / "tokenizer"):
+        assert open_template("", folder).sources == open_template("plain", folder).sources
+
+
+def test_a_template_without_a_chat_is_refused(run_forge: RunForge, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"grpo.template: no record of .*prompts.jsonl has messages; leave it out"):
+        run_forge(["grpo"], grpo_cases.settings(tmp_path, **{"grpo.template": "plain"}), steps=1)
 
 
 def said(answer: str) -> dict[str, str]:

@@ -72,3 +72,7 @@ def test_parameters_that_a_plugin_added_are_named_with_the_key_that_starts_them_
         plan(folder, layout, wanted, whose="config.json")
     found = plan(folder, layout, wanted, missing=lambda names: [name for name in names if "lora" in name])
     assert list(found.targets) == ["up.weight"]
+    wanted |= dict.fromkeys(("tail.0.up.weight", "tail.1.up.weight", "scale"), ((2, 2), torch.float32))
+    says = r"init_missing=\[\"\*\.lora_a\", \"\*\.lora_b\.weight\", \"scale\", \"tail\.\*\"\]"
+    with pytest.raises(ConfigError, match=says):  # no pattern that fits a weight of the model too
+        plan(folder, layout, wanted, whose="config.json")

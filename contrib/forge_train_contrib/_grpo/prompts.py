@@ -61,14 +61,19 @@ class Prompts:
         for where, record in gym.records(chat=bool(config.template)) if gym else self._records():
             prompt = self._prompt(where, record)
             self._sides[side_of(prompt.text.encode(), config.held_out)].append(prompt)
-        if not any(self._sides.values()):
+        prompts = [prompt for side in self._sides.values() for prompt in side]
+        if not prompts:
             raise ConfigError(f"{KEY}: {config.prompts} has no record.")
+        self.chats = any(prompt.record.get("messages") is not None for prompt in prompts)
+        """True if some are chats."""
+        if config.template and not self.chats:
+            raise ConfigError(f"grpo.template: no record of {config.prompts} has messages; leave it out.")
 
     def some(self, side: Side, first: int, count: int) -> list[Prompt]:
         """Prompts of the endless sequence of a side, by number; those of training in another order in each epoch."""
         known = self._sides[side]
         if not known:
-            which = "evaluation: raise grpo.held_out, or set train.evaluate_every = 0"
+            which = "evaluation: raise grpo.held_out, or leave evaluations out (train.evaluate_every = 0)"
             raise ConfigError(f"{KEY}: no prompt is left for {'training' if side == 'train' else which}.")
         numbers = np.arange(first, first + count, dtype=np.int64)
         places = numbers % len(known)
@@ -119,8 +124,9 @@ class Prompts:
             return ids if end is None or ids[-1] in self.ends else [*ids, end]
         messages = with_system(record, messages_of(record["messages"], f"{where}: messages"), where)
         chat = [*messages, {"role": "assistant", "content": answer}]
-        text = self._written.render(chat, tools_of(record.get("tools"), where))[0]
-        found: list[int] = tokenise_ended(self._tokenizer, self._written, Segments(text, ()), self.ends)[0].tolist()
+        template, ends = self._judged
+        text = template.render(chat, tools_of(record.get("tools"), where))[0]
+        found: list[int] = tokenise_ended(self._tokenizer, template, Segments(text, ()), ends)[0].tolist()
         return found
 
     def _chat(self, where: str, record: Mapping[str, Any]) -> str:
@@ -143,6 +149,16 @@ class Prompts:
         if end is not None:
             self.ends |= {end}
         return template
+
+    @cached_property
+    def _judged(self) -> tuple[Template, frozenset[int]]:
+        """The reward model's own template of chats, if it has one, and what ends them."""
+        try:
+            template = open_template("", model_files.folder_of(self._config.reward_model))
+        except ConfigError:
+            return self._written, self.ends
+        end = turn_end(template, self._tokenizer)
+        return template, frozenset(self._tokenizer.stops) | ({end} if end is not None else set())
 
 
 def shown(record: Mapping[str, Any]) -> str:

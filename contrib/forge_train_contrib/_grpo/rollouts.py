@@ -17,6 +17,7 @@ from torch import Tensor
 from forge_train import Job, Model
 from forge_train.base.files import write_whole
 from forge_train_kit import hookspecs
+from forge_train_kit.data.chats import save_template
 from forge_train_kit.data.held_out import Side
 from forge_train_tools.generation.engine import run
 
@@ -230,13 +231,14 @@ class Rollouts:
             (group.prompt, answer, float(reward))
             for group in groups
             for answer, reward in zip(group.answers, group.rewards, strict=True)
-        ][:: self._config.group - 1 or 1][: self._config.samples]
+        ]
+        apart = max(min(self._config.group - 1, len(pairs) // self._config.samples), 1)  # of different groups, if many
         file = self._job.run.artifact(SAMPLES)
         if not self._kept:
             self._kept = True
             forget(file, number)
         with file.open("a", encoding="utf-8") as lines:
-            for prompt, answer, reward in pairs:
+            for prompt, answer, reward in pairs[::apart][: self._config.samples]:
                 line = {
                     "rollout": number,
                     "prompt": prompt.text,
@@ -246,6 +248,11 @@ class Rollouts:
                     "right": shown(prompt.record),
                 }
                 lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def save_template(self) -> None:
+        """Complete the tokenizer's files, which exports and `forge generate` read."""
+        if self._prompts.chats:
+            save_template(self._job, self._config.template, {})
 
     def record_samples(self) -> None:
         """Note the file of samples among the run's artifacts: at its end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,14 +195,22 @@ def _expected(
         told = f"{folder.path / CONFIG} describes a different model than {whose}:{format_lines(lines)}"
         raise ConfigError(told + way_out)
     if step.left and not step.wrong:
-        ends = {".".join(name.split(".")[-2 if name.endswith((".weight", ".bias")) else -1 :]) for name in step.left}
+        patterns = sorted({_added(name, wanted.keys() - step.left) for name in step.left})
         raise ConfigError(
             f"{folder.path} has no weights for parameters that a plugin added:{format_lines(lines)}\nTo start "
-            f"them anew: " + _set(options[0], [f"*.{end}" for end in sorted(ends)])
+            f"them anew: " + _set(options[0], patterns)
         )
     if lines:
         raise PluginError("import_hf describes a different model than the one that was built:" + format_lines(lines))
     return {name: view.shape for name, view in step.given.items()}
+
+
+def _added(name: str, others: Set[str]) -> str:
+    """A pattern of an added parameter: of all in its module, where none of the others is, or of its last names."""
+    first, *rest = name.split(".")
+    if not any(one.startswith(f"{first}.") for one in others):
+        return f"{first}.*" if rest else first
+    return "*." + ".".join(name.split(".")[-2 if name.endswith((".weight", ".bias")) else -1 :])
 
 
 def _set(option: str, patterns: Sequence[str]) -> str:

@@ -57,7 +57,7 @@ def check(job: Job, model: Model, drafts: int) -> None:
     part: Any = model.parts[0]
     own = getattr(part, "tail", None)
     if not isinstance(own, heads.Drafting):
-        raise ConfigError("The model was trained without modules that predict further tokens; leave drafts out.")
+        raise ConfigError("These weights come without modules that predict further tokens; leave drafts out.")
     if drafts > own.depths:
         raise ConfigError(f"{drafts} drafts were requested; the model's modules can draft at most {own.depths} tokens.")
     try:

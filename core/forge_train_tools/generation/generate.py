@@ -87,6 +87,10 @@ class Generation:
                 self.out is not None and not self.files,
                 f"--out goes with {KEY}; leave it out, or give a file of prompts.",
             ),
+            (
+                self.out is not None and self.out.suffix.lower() not in ("", ".jsonl"),
+                f"--out: {self.out}: answers are lines of JSON; expected a name that ends with .jsonl.",
+            ),
         ):
             if wrong:
                 raise ConfigError(text)

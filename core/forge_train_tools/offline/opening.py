@@ -73,6 +73,7 @@ def open_model(
         ConfigError: for a path that is none of these, a plugin that is not installed, or a checkpoint of another model.
     """
     source = find(path, wanted=Wanted(plugins, settings, data=False))
+    Layout.of(source.setup.config.parallel, 1)  # that of training is left out: only `settings` can ask for another
     job = lone_job(source.setup, source.path, device)
     model = compose_meta(job, text=text)
     for part in model.parts:
