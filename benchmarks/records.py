@@ -152,7 +152,7 @@ def shares(folder: Path, out: str, outputs: str) -> Shares:
         with patch.object(owner, method, call):
             yield
 
-    with timed("check", Share, "check"), timed("forward", Forward, "_evaluated"):
+    with timed("check", Share, "check"), timed("forward", Forward, "evaluated"):
         found = infer(
             folder / "runs" / "large", folder / "shared-texts.jsonl", folder / out, outputs=outputs.split(",")
         )

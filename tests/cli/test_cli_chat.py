@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import select
@@ -223,7 +224,7 @@ def test_on_a_terminal(hf: Path) -> None:
             assert "/help lists the commands, Ctrl-D leaves." in until_prompt(process)
             said = until_prompt(process, b"say 3\n")
             assert "(The answer ended" in said
-            assert "(Ctrl-D leaves.)" in until_prompt(process, b"\x03")
+            assert "(Ctrl-D leaves.)" in until_prompt(process, b"\x03", again=5)
             process.stdin.write(b"\x04")
             process.stdin.flush()
             assert process.wait(60) == 0
@@ -231,15 +232,22 @@ def test_on_a_terminal(hf: Path) -> None:
             process.kill()
 
 
-def until_prompt(process: subprocess.Popen[bytes], typed: bytes = b"", timeout: float = 120) -> str:
-    """What the terminal shows until it waits for a message."""
+def until_prompt(
+    process: subprocess.Popen[bytes], typed: bytes = b"", timeout: float = 120, again: float = math.inf
+) -> str:
+    """What the terminal shows until it waits for a message.
+
+    Type it `again` after so many seconds: Python hears no Ctrl-C between the prompt and its wait for a key.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(typed)
-    process.stdin.flush()
-    shown, began = "", time.monotonic()
+    shown, began, last = "", time.monotonic(), -math.inf
     while not shown.endswith("\n> ") and shown != "> ":
         assert time.monotonic() - began < timeout, shown
+        if time.monotonic() - last >= again or last == -math.inf:
+            process.stdin.write(typed)
+            process.stdin.flush()
+            last = time.monotonic()
         if select.select([process.stdout], [], [], 1)[0]:
             shown += os.read(process.stdout.fileno(), 4096).decode(errors="replace").replace("\r", "")
     return shown
