@@ -210,7 +210,12 @@ def test_control_characters_are_visible_on_a_terminal(monkeypatch: pytest.Monkey
     assert out.getvalue() == "a\\x1b[2Jb\n\tc\n"
 
 
-SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+SPAWN = """
+import os, pty, signal, sys
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell ignores for what it runs in the background
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
+"""
 
 
 @pytest.mark.e2e
