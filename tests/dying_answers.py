@@ -5,6 +5,7 @@ Answers are written as they come, not each second.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -14,7 +15,7 @@ from forge_train_tools.generation import writing
 from forge_train_tools.inference.output_file import OutputFile
 
 WRITES = 2
-_add, _seen = OutputFile.add, 0
+_add, _seen = OutputFile.add, itertools.count(1)
 
 
 class Dies(Plugin):
@@ -27,10 +28,8 @@ class Dies(Plugin):
 
 
 def _add_and_die(self: OutputFile, lines: Any) -> None:
-    global _seen  # noqa: PLW0603
     _add(self, lines)
-    _seen += 1
-    if _seen == WRITES:
+    if next(_seen) == WRITES:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

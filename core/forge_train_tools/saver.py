@@ -208,7 +208,7 @@ class Saver(saver.Saver):
             if self._job.dist.main:
                 log.info("The checkpoint of step %s, which was being written, is whole.", flight.step)
                 self.event_saved(written.saved, written.seconds, flight.blocked)
-        except Exception as error:
+        except Exception as error:  # the failure that is on its way is the one to raise
             if self._job.dist.main:
                 log.warning("The checkpoint of step %s was not written: %s", flight.step, describe(error))
 

@@ -13,6 +13,7 @@ import chat_model
 import grpo_cases
 from forge_train import ConfigError
 from forge_train.base.errors import ForgeError
+from forge_train_contrib._grpo import prompts
 from forge_train_contrib._grpo.judge import Judge
 from forge_train_kit.data.chats import open_template
 from forge_train_tools import infer
@@ -151,6 +152,22 @@ def test_a_chat_is_judged_as_the_model_learned_to_read_it(
     assert [one["reward"] for one in found] == pytest.approx(wanted, abs=1e-6)
     (tmp_path / "other").mkdir()
     assert inferred(judge, tmp_path / "other", asked, template="chatml") != pytest.approx(wanted, abs=1e-3)
+
+
+def test_a_template_of_the_model_that_can_not_be_read_is_told(
+    run_forge: RunForge, tmp_path: Path, judge: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(choice: str, folder: Path | None) -> Any:
+        if folder is not None and folder.is_relative_to(judge):
+            raise ConfigError("the template can't be read")
+        return open_template(choice, folder)
+
+    monkeypatch.setattr(prompts, "open_template", opened)
+    more = {**OF_MODEL, "grpo.reward_model": judge, "grpo.template": "plain", "train.sequence": 64}
+    config = grpo_cases.settings(tmp_path, **{**more, "decoder.max_sequence": 64})
+    grpo_cases.written(tmp_path, [HELLO])
+    with pytest.raises(ConfigError, match="the template can't be read"):
+        run_forge(["grpo"], config, steps=1)
 
 
 def test_the_template_that_was_trained_with_goes_with_the_run(

@@ -17,6 +17,7 @@ from forge_train_kit.data.chats import Segments, open_template, tokenise_ended
 from forge_train_kit.data.chats.beside import turn_end
 from forge_train_kit.data.chats.calls import tools_of
 from forge_train_kit.data.chats.records import check_beside, messages_of, with_system
+from forge_train_kit.data.chats.sources import NoTemplateError
 from forge_train_kit.data.chats.template import Template
 from forge_train_kit.data.files import find
 from forge_train_kit.data.formats import END, Part, lookup, text_of
@@ -155,7 +156,7 @@ class Prompts:
         """The reward model's own template of chats, if it has one, and what ends them."""
         try:
             template = open_template("", model_files.folder_of(self._config.reward_model))
-        except ConfigError:
+        except NoTemplateError:
             return self._written, self.ends
         end = turn_end(template, self._tokenizer)
         return template, frozenset(self._tokenizer.stops) | ({end} if end is not None else set())

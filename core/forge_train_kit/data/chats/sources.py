@@ -61,6 +61,10 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 """The special tokens that transformers gives to a template."""
 
 
+class NoTemplateError(ConfigError):
+    """A tokenizer has no chat template of its own, and none was chosen."""
+
+
 def open_template(
     choice: str = "",
     folder: Path | None = None,
@@ -80,6 +84,7 @@ def open_template(
         now: see `Template`.
 
     Raises:
+        NoTemplateError: none was chosen, and the folder has none.
         ConfigError: there is no such template, or it reads no such option; a built-in one writes tokens that the
             tokenizer lacks; a file can't be read.
     """
@@ -106,7 +111,7 @@ def open_template(
         raise ConfigError(
             f"no chat template {choice!r}: expected {', '.join(map(repr, names))} or a file.{nearest(choice, names)}"
         )
-    raise ConfigError(
+    raise NoTemplateError(
         f"{folder or 'this tokenizer'} has no chat template (chat_template.jinja, or chat_template in "
         f"tokenizer_config.json): choose {', '.join(map(repr, BUILT_IN))} or a file."
     )
