@@ -17,6 +17,7 @@ from .heads import Classes, Head, HeadSpec, Tail, Trunk
 from .hf.model import HFAdapter, HFModel
 from .layers import Attention, AttentionKernel, FeedForward, Layer
 from .losses import LossFunction
+from .modalities import Fusion, FusionSpec, Modality
 from .state_map import StateMap
 from .tokenizer import Tokenizer
 
@@ -51,6 +52,17 @@ def head(spec: HeadSpec, job: Job) -> Annotated[Head, "nn.Module"]:
 @hookspec("slot", optional=True, asked="composition")
 def tail(trunk: Trunk, job: Job) -> Annotated[Tail, "nn.Module"]:
     """More layers after the model's last one, in training."""
+    raise AssertionError
+
+
+@hookspec("questions")
+def modalities(job: Job) -> Iterable[Modality] | None:
+    """Kinds of items beside text, such as images, that the data may hold and the model can take."""
+
+
+@hookspec("slot", optional=True, asked="composition", gives="features")
+def fusion(spec: FusionSpec, job: Job) -> Annotated[Fusion, "nn.Module"]:
+    """The modules by which a model takes in the features of items: for a plugin that requires the slot."""
     raise AssertionError
 
 

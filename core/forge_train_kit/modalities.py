@@ -1,0 +1,148 @@
+"""Images, sounds, …: what a modality tells about its items, and how a fusion takes them into a model.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+__all__ = ["Encoder", "Fusion", "FusionSpec", "Grid", "Item", "ItemSource", "Modality", "extras_of"]
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+Grid = tuple[int, int, int]
+"""Patches of an item: along time, height and width. An image has one frame, a sound a height and a width of 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSource:
+    """The place of an encoded item: a file, or some bytes of it."""
+
+    path: str
+    """Absolute path of the file."""
+    where: str
+    """The record that names the item, for messages."""
+    offset: int = 0
+    size: int | None = None
+    """Bytes from `offset` on; None for all of the file."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An item, decoded."""
+
+    values: NDArray[Any]
+    """`[patches, features]`, in the order that the encoder expects; of a dtype that it converts itself."""
+    grid: Grid
+    """Its product is the number of patches."""
+
+
+class Modality(Protocol):
+    """`modalities`: one kind of item, such as images. Every item of a kind takes part in a batch as patches.
+
+    It is pickled where data is read by processes, so it holds options, not tensors.
+    """
+
+    name: str
+    """A Python identifier, such as `image`. Records hold items under its plural (`images`), and a batch holds extras
+    that begin with it (`extras_of`)."""
+    placeholder: str
+    """The text that stands for an item in a record's text, such as `<image>`."""
+    features: int
+    """Numbers of a patch."""
+
+    def public(self) -> Mapping[str, Any]:
+        """The options that determine grids and positions, as JSON: prepared data is made again if they change."""
+        ...
+
+    def measure(self, source: ItemSource) -> Grid:
+        """The grid of an item, from its header if that is enough.
+
+        Raises:
+            ConfigError: naming the file and the record.
+        """
+        ...
+
+    def read(self, source: ItemSource) -> Item:
+        """Decode an item. Data workers call it, in any order.
+
+        Raises:
+            ConfigError: naming the file and the record; the data plugin's `prefetch.on_error` decides what follows.
+        """
+        ...
+
+    def positions(self, grid: Grid) -> int:
+        """Number of feature vectors that the encoder gives for an item: the positions that a fusion with
+        `gives = {"fusion": "features"}` gives it in the sequence."""
+        ...
+
+    def encoder(self, dim: int) -> Encoder:
+        """Build the module that turns patches into features of a width; called on the meta device."""
+        ...
+
+
+class Encoder(Protocol):
+    """Turns the patches of items into features: an encoder and its connector, an `nn.Module`.
+
+    It may declare `units`, names of its modules to shard and recompute one by one, and `flops(patches)`, operations of
+    a forward pass over an item of so many patches. Rows and items never see each other, nor the padding.
+    """
+
+    def __call__(self, values: Tensor, grids: Tensor) -> Tensor:
+        """Encode the items of each row.
+
+        Args:
+            values: `[batch, patches, features]`, a row's items one after the other, then padding of zeros.
+            grids: `[batch, items, 3]` int64, the `Grid` of each item; zeros where a row has fewer.
+
+        Returns:
+            `[batch, vectors, dim]`: each row's feature vectors in the order of its items, then anything.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FusionSpec:
+    """Spec of a fusion, passed by a model to the plugin that builds it."""
+
+    dim: int
+    """Features of the hidden states."""
+    layers: int
+    """Number of the model's layers."""
+    encoders: Mapping[str, Encoder]
+    """Modality → its encoder, of width `dim`."""
+    std: float = 0.02
+    """Standard deviation of initial weights."""
+
+
+class Fusion(Protocol):
+    """`fusion`: joins the features of items with the hidden states, an `nn.Module` that the model keeps as `fusion`.
+
+    Extras of a batch reach it as they are in `extras_of`. It may declare `tensor_plan()`, `units` and
+    `flops_per_token(sequence)`, as a model does.
+    """
+
+    enter: nn.Module | None
+    """`enter(hidden, **extras)` is called after the embedding, and gives hidden states of the same shape. Pipelines
+    remove it from all parts but the first."""
+    layers: nn.ModuleDict
+    """Layer number → a module that is called as `(hidden, **extras)` before that layer, and gives the same shape. It
+    stays beside its layer."""
+
+
+def extras_of(name: str) -> tuple[str, str, str]:
+    """The names of the extras by which a batch holds the items of a modality.
+
+    Returns:
+        Of the values `[batch, patches, features]`, the grids `[batch, items, 3]`, and the places
+        `[batch, sequence]` int64: the feature vector of its row that stands at each position, and −1 at others.
+    """
+    return f"{name}_values", f"{name}_grids", f"{name}_places"
