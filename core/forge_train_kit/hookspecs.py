@@ -55,7 +55,7 @@ def tail(trunk: Trunk, job: Job) -> Annotated[Tail, "nn.Module"]:
     raise AssertionError
 
 
-@hookspec("questions")
+@hookspec("questions", asked="composition")
 def modalities(job: Job) -> Iterable[Modality] | None:
     """Kinds of items beside text, such as images, that the data may hold and the model can take."""
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from forge_train import ConfigError
 from forge_train_kit import hookspecs
+from forge_train_kit.enabled_modalities import enabled_modalities
 from forge_train_kit.heads import Head, HeadSpec, Trunk
 from forge_train_kit.layers import Layer
+from forge_train_kit.modalities import Fusion, FusionSpec
 from forge_train_kit.model import (
     Dropout,
     DynamicRoPE,
@@ -119,8 +121,15 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         embedding_multiplier=config.embedding_multiplier,
         dropout=dropout(config.embedding_dropout, "embedding"),
         positions=Embedding(config.max_sequence, config.dim, std=config.std) if config.positions == "learned" else None,
+        fusion=_fusion(config, job),
         tail=hookspecs.tail(trunk, job) if job.hooks.provider("tail") else None,
     )
+
+
+def _fusion(config: Decoder.Config, job: Job) -> Fusion | None:
+    """Joins items with text; None if no plugin gives a modality."""
+    encoders = {name: one.encoder(config.dim) for name, one in enabled_modalities(job).items()}
+    return hookspecs.fusion(FusionSpec(config.dim, config.layers, encoders, config.std), job) if encoders else None
 
 
 DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "sinks": False, "divisor": 1.0, "attention_dropout": 0.0}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from forge_train.base.format import format_list
 from forge_train_kit.layers import Attention, FeedForward
 from forge_train_kit.model import Slots, TensorStyle, flops_per_token
 
@@ -90,8 +91,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, final norm and head, in the form of Llama (Touvron et al. 2023, arXiv:2302.13971).
 
-    A pipeline may remove modules: it sets the embedding, the norm, the tail and the head to None, and deletes layers
-    from `layers`. The remaining modules keep their names.
+    A pipeline may remove modules: it sets the embedding, the norm, the tail, the head and `fusion.enter` to None, and
+    deletes layers from `layers` and `fusion.layers`. The remaining modules keep their names.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Transformer(nn.Module):
         embedding_multiplier: float = 1.0,
         dropout: nn.Module | None = None,
         positions: nn.Embedding | None = None,
+        fusion: Any = None,
         tail: Any = None,
     ) -> None:
         super().__init__()
@@ -113,6 +115,7 @@ class Transformer(nn.Module):
         self.embedding: nn.Module | None = embedding
         self.positions: nn.Module | None = positions
         self.embedding_dropout = dropout
+        self.fusion: Any = fusion
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
         self.tail: Any = tail
@@ -130,6 +133,7 @@ class Transformer(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: Mapping[str, Any] | None = None,
+        **items: Tensor,
     ) -> Tensor:
         """Hidden states `[batch, sequence, dim]`, normed on the last part; in training with a tail, it adds more rows.
 
@@ -139,7 +143,13 @@ class Transformer(nn.Module):
             documents: `[batch, sequence]` int64; attention stays inside a document.
             cache: a result of `new_cache`, which this sequence extends. If the cache had to start again, the hidden
                 states of all its tokens are returned, those of `x` last.
+            items: extras of the batch, for the fusion.
+
+        Raises:
+            TypeError: if there are items, and no fusion to take them.
         """
+        if items and self.fusion is None:
+            raise TypeError(f"the model takes no {format_list(items)}: no plugin is enabled that joins them with text")
         if cache and position_ids is None:
             x = cache.take(x) if isinstance(cache, RenewedCaches) else x
             position_ids = self._next_positions(x, cache)
@@ -147,8 +157,11 @@ class Transformer(nn.Module):
             ids, x = x, self.embedding(x)
             x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
             x = x if self.positions is None else x + self.positions(_places(ids, position_ids))
+            x = x if self.fusion is None else self.fusion.enter(x, **items)
             x = x if self.embedding_dropout is None else self.embedding_dropout(x)
+        joined = () if self.fusion is None else self.fusion.layers
         for index, layer in self.layers.items():
+            x = self.fusion.layers[index](x, **items) if index in joined else x
             x = layer(x, position_ids, document_ids, cache[index] if cache else None)
         x = x if self.norm is None else self.norm(x)
         return self.tail(x, position_ids, document_ids) if self.training and self.tail is not None else x
@@ -184,7 +197,9 @@ class Transformer(nn.Module):
     @property
     def units(self) -> tuple[str, ...]:
         """Modules to shard, recompute and compile one by one."""
-        return (*self._layers, *(f"tail.{unit}" for unit in (self.tail.units if self.tail is not None else ())))
+        beside = {"fusion": self.fusion, "tail": self.tail}
+        inner = (f"{name}.{unit}" for name, module in beside.items() for unit in getattr(module, "units", ()))
+        return (*self._layers, *inner)
 
     @property
     def _layers(self) -> tuple[str, ...]:
@@ -193,11 +208,16 @@ class Transformer(nn.Module):
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """Modules in the order data takes. A part is a run of neighbouring entries; an entry is never split."""
-        beside = (one for one in ("positions", "embedding_dropout") if getattr(self, one) is not None)
+        beside = [one for one in ("positions", "embedding_dropout") if getattr(self, one) is not None]
+        beside += ["fusion.enter"] if getattr(self.fusion, "enter", None) is not None else []
         first = [("embedding", *beside)] if self.embedding is not None else []
+        joined = () if self.fusion is None else self.fusion.layers
         tail = () if self.tail is None else ("tail",)
         last = [("norm", *tail, "head")] if self.head is not None else []
-        return (*first, *((layer,) for layer in self._layers), *last)
+        layers = [
+            (f"layers.{index}", *([f"fusion.layers.{index}"] if index in joined else [])) for index in self.layers
+        ]
+        return (*first, *layers, *last)
 
     @property
     def roles(self) -> dict[str, str]:
@@ -229,8 +249,9 @@ class Transformer(nn.Module):
             plan |= {} if self.embedding_dropout is None else {"embedding_dropout": "sequence"}
         for name, layer in zip(self._layers, self.layers.values(), strict=True):
             plan |= {f"{name}.{path}": style for path, style in _plan(layer).items()}
-        if self.tail is not None:
-            plan |= {f"tail.{path}": style for path, style in _plan(self.tail).items()}
+        for beside in ("fusion", "tail"):
+            if (module := getattr(self, beside)) is not None:
+                plan |= {f"{beside}.{path}": style for path, style in _plan(module).items()}
         if self.norm is not None:
             plan["norm"] = "sequence"
         if self.head is not None:
@@ -244,7 +265,7 @@ class Transformer(nn.Module):
         The input embedding is a look-up and is not counted.
         """
         heads = [self.head] * (1 + len(self.tail.units) if self.tail is not None else 1)
-        modules = [*self.layers.values(), self.tail, *heads]
+        modules = [*self.layers.values(), self.fusion, self.tail, *heads]
         return sum(_flops(module, sequence) for module in modules if module is not None)
 
 

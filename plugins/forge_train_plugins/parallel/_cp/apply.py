@@ -81,12 +81,14 @@ def with_kernels(part: nn.Module, ranks: int) -> dict[str, Any]:
     """Name → module that shows a kernel.
 
     Raises:
-        ConfigError: naming a unit that has none.
+        ConfigError: naming a unit that has none, unless the `tensor_plan()` says that it works on each token alone.
     """
     found = {name: module for name, module in part.named_modules() if callable(getattr(module, "kernel", None))}
     carried = {**found, **with_recurrences(part)}
+    plan: Mapping[str, str] = part.tensor_plan() if hasattr(part, "tensor_plan") else {}
+    alone = tuple(f"{name}." for name, style in plan.items() if style == "sequence")
     for unit in getattr(part, "units", ()):
-        if not any(f"{name}.".startswith(f"{unit}.") for name in carried):
+        if not unit.startswith(alone) and not any(f"{name}.".startswith(f"{unit}.") for name in carried):
             raise ConfigError(
                 f"parallel.cp = {ranks}: {unit} ({type(part.get_submodule(unit)).__name__}) shows no attention kernel "
                 "(`.kernel`) and no `.recurrence`, so that nothing would carry a sequence from one rank's slice to the "

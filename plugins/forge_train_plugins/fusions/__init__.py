@@ -1,0 +1,1 @@
+"""Fusions: how a model takes in images and other items."""

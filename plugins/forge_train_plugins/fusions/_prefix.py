@@ -1,0 +1,76 @@
+"""The modules of the `prefix` plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_train_kit.modalities import FusionSpec, extras_of
+from forge_train_kit.model import TensorStyle
+
+
+class Enter(nn.Module):
+    """Encodes the items, and puts their feature vectors at their places.
+
+    Args:
+        encoders: modality → its encoder.
+    """
+
+    def __init__(self, encoders: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleDict(dict(encoders))
+        self.sequence_piece = (0, 1)
+        """Index of this rank's piece of each sequence, and number of pieces; set by tensor parallelism."""
+
+    def forward(self, hidden: Tensor, **extras: Tensor) -> Tensor:
+        """`[batch, sequence, dim]` → the same. A batch without the extras of a modality has none of its items."""
+        for name, encoder in self.encoders.items():
+            values, grids, places = (extras.get(one) for one in extras_of(name))
+            if values is None or grids is None or places is None:
+                continue
+            features = encoder(values, grids).to(hidden.dtype)
+            mine = self._piece(places)[..., None]
+            found = features.gather(1, mine.clamp(min=0).expand(-1, -1, features.shape[-1]))
+            hidden = torch.where(mine >= 0, found, hidden)
+        return hidden
+
+    def _piece(self, places: Tensor) -> Tensor:
+        at, pieces = self.sequence_piece
+        if pieces == 1:
+            return places
+        each = -(-places.shape[1] // pieces)
+        return F.pad(places, (0, each * pieces - places.shape[1]), value=-1).narrow(1, at * each, each)
+
+
+class InSequence(nn.Module):
+    """The fusion: it acts before the first layer only.
+
+    Args:
+        spec: of the model.
+    """
+
+    def __init__(self, spec: FusionSpec) -> None:
+        super().__init__()
+        self.enter: Any = Enter(spec.encoders)
+        self.layers = nn.ModuleDict()
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units of the encoders."""
+        return tuple(self._units())
+
+    def tensor_plan(self) -> dict[str, TensorStyle]:
+        """Every rank encodes all items, and keeps what stands in its piece of the sequence."""
+        return {} if self.enter is None else {"enter": "sequence"}
+
+    def flops_per_token(self, sequence: int) -> int:
+        """Nothing for a token of text; what an item costs depends on its size."""
+        return 0
+
+    def _units(self) -> Iterator[str]:
+        for name, encoder in self.enter.encoders.items() if self.enter is not None else ():
+            yield from (f"enter.encoders.{name}.{unit}" for unit in getattr(encoder, "units", ()))
