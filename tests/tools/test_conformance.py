@@ -101,9 +101,7 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
         records = [{"text": f"line {number}\n" * 20} for number in range(400)]
         datasets.Dataset.from_list(records).save_to_disk(folder / "records")
         return {"hf_datasets.path": str(folder / "records"), "hf_datasets.cache": str(folder / "cache")}
-    if name == "prefix":
-        return {"plugins": ["scans:Scans"]}
-    return {"decoder.kv_heads": 4} if name == "mla" else {}
+    return {"mla": {"decoder.kv_heads": 4}, "prefix": {"plugins": ["scans:Scans"]}}.get(name, {})
 
 
 EXTENDED = (

@@ -111,7 +111,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         return block(config.layers + index, config.layers + more, f"tail.{index}")
 
     trunk = Trunk(config.dim, config.layers, partial(norm, config), shared, behind, config.std)
-    return Transformer(
+    model = Transformer(
         embedding,
         [block(index, config.layers, f"layers.{index}") for index in range(config.layers)],
         norm(config),
@@ -121,9 +121,10 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         embedding_multiplier=config.embedding_multiplier,
         dropout=dropout(config.embedding_dropout, "embedding"),
         positions=Embedding(config.max_sequence, config.dim, std=config.std) if config.positions == "learned" else None,
-        fusion=_fusion(config, job),
         tail=hookspecs.tail(trunk, job) if job.hooks.provider("tail") else None,
     )
+    model.fusion = _fusion(config, job)
+    return model
 
 
 def _fusion(config: Decoder.Config, job: Job) -> Fusion | None:

@@ -107,7 +107,6 @@ class Transformer(nn.Module):
         embedding_multiplier: float = 1.0,
         dropout: nn.Module | None = None,
         positions: nn.Embedding | None = None,
-        fusion: Any = None,
         tail: Any = None,
     ) -> None:
         super().__init__()
@@ -115,7 +114,7 @@ class Transformer(nn.Module):
         self.embedding: nn.Module | None = embedding
         self.positions: nn.Module | None = positions
         self.embedding_dropout = dropout
-        self.fusion: Any = fusion
+        self.fusion: Any = None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
         self.tail: Any = tail
