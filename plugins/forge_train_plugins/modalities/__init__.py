@@ -1,0 +1,1 @@
+"""Images and other items beside text."""

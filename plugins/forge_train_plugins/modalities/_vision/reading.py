@@ -1,0 +1,113 @@
+"""Images from files, by Pillow."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from forge_train import ConfigError
+from forge_train_kit.modalities import ItemSource
+
+_ORIENTATION = 0x0112
+_TURNED = (5, 6, 7, 8)
+"""Values of the EXIF tag that exchange width and height."""
+_SEVERAL = ("MPO",)
+"""Formats of photographs that carry previews or depth maps as further frames."""
+
+
+@contextlib.contextmanager
+def opened(source: ItemSource, max_bytes: int, max_pixels: int) -> Iterator[Image.Image]:
+    """Open an image: one frame, within the limits. Nothing but its header is decoded.
+
+    Raises:
+        ConfigError: naming the file and the record; also for whatever fails to be decoded inside.
+    """
+    data = content(source, max_bytes)
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            if width * height > max_pixels:
+                raise ConfigError(
+                    f"{source}: {width:,} × {height:,} pixels are more than max_pixels = {max_pixels:,}; raise it if "
+                    "the file is what it should be."
+                )
+            frames = getattr(image, "n_frames", 1) if image.format not in _SEVERAL else 1
+            if frames > 1:
+                raise ConfigError(f"{source}: has {frames:,} frames, where an image has one.")
+            yield image
+    except (ConfigError, MemoryError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise ConfigError(f"{source}: has more pixels than max_pixels = {max_pixels:,}.") from error
+    except UnidentifiedImageError as error:
+        raise ConfigError(f"{source}: is not an image that Pillow can read.") from error
+    except Exception as error:  # decoders of broken files raise whatever they run into
+        raise ConfigError(f"{source}: is damaged or cut short ({error}).") from error
+
+
+def content(source: ItemSource, max_bytes: int) -> bytes:
+    """The bytes of an encoded item.
+
+    Raises:
+        ConfigError: the file is missing, too long, or shorter than said.
+    """
+    path = Path(source.path)
+    try:
+        size = path.stat().st_size - source.offset if source.size is None else source.size
+        if size > max_bytes:
+            raise ConfigError(f"{source}: {size:,} bytes are more than max_bytes = {max_bytes:,}.")
+        with path.open("rb") as file:
+            file.seek(source.offset)
+            data = file.read(size)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{source}: there is no such file.") from error
+    except OSError as error:
+        raise ConfigError(f"{source}: can't be read ({error.strerror}).") from error
+    if len(data) < size or not data:
+        raise ConfigError(f"{source}: has {len(data):,} bytes where {max(size, 1):,} were expected.")
+    return data
+
+
+def upright(image: Image.Image) -> tuple[int, int]:
+    """Width and height, once the image is turned as its EXIF data says."""
+    # Pillow exchanges those of a TIFF itself.
+    turned = image.format != "TIFF" and image.getexif().get(_ORIENTATION) in _TURNED
+    return image.size[::-1] if turned else image.size
+
+
+def pixels(image: Image.Image, source: ItemSource, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Decode an image, turn it upright, and resize it: `[height, width, 3]`, red, green and blue.
+
+    Transparency is laid over white. 16 bits are divided by 257.
+
+    Raises:
+        ConfigError: for values of an unknown range.
+    """
+    image.load()
+    image = ImageOps.exif_transpose(image)
+    image = _in_eight_bits(image, source)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("RGB")
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
+def _in_eight_bits(image: Image.Image, source: ItemSource) -> Image.Image:
+    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
+        return image
+    values = np.asarray(image)
+    if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
+        raise ConfigError(f"{source}: its values have 32 bits and no known range; store them in 8 or 16 bits.")
+    shown = Image.fromarray((values.astype(np.float32) / 257).round().astype(np.uint8))
+    if (clear := image.info.get("transparency")) is not None:
+        shown.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
+    return shown

@@ -1,0 +1,176 @@
+"""A vision transformer in the form of SigLIP and CLIP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_train import Init
+from forge_train_kit.model import Embedding, LayerNorm, Linear
+
+from .places import Places
+
+if TYPE_CHECKING:
+    from ..vision import Image
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+}
+
+
+class VisionTransformer(nn.Module):
+    """Patches to features: projection, positions, and blocks with a norm before attention and feed-forward.
+
+    (Dosovitskiy et al. 2020, arXiv:2010.11929; CLIP, arXiv:2103.00020; SigLIP, arXiv:2303.15343.)
+    """
+
+    def __init__(self, config: Image.Config) -> None:
+        super().__init__()
+        dim = config.dim
+        self.pixels = Pixels(config)
+        self.patches = Linear(config.patch**2 * 3, dim, bias=config.patch_bias, std=config.std)
+        self.class_token = ClassToken(dim, config.std) if config.class_token else None
+        self.positions = LearnedPositions(config.size // config.patch, dim, config.class_token, config.std)
+        self.first_norm = LayerNorm(dim, config.norm_eps) if config.first_norm else None
+        self.layers = nn.ModuleDict({str(index): VisionBlock(config) for index in range(config.layers)})
+        self.norm = LayerNorm(dim, config.norm_eps) if config.final_norm else None
+
+    def forward(self, values: Tensor, where: Places) -> Tensor:
+        """Encode `[rows, patches, features]` to `[rows, patches, dim]`.
+
+        Args:
+            where: the places of the patches; without `frame`, each row is one frame.
+        """
+        x = self.patches(self.pixels(values, self.patches.weight.dtype)) + self.positions(where)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token(self.positions.of_class(x.device)).expand(len(x), 1, -1), x), 1)
+        x = x if self.first_norm is None else self.first_norm(x)
+        mask = None if where.frame is None else (where.frame[:, None] == where.frame[..., None])[:, None]
+        for layer in self.layers.values():
+            x = layer(x, mask)
+        features: Tensor = x if self.norm is None else self.norm(x)
+        return features if self.class_token is None else features[:, 1:]
+
+    def flops(self, patches: int, frame: int) -> int:
+        """Operations of a forward pass over so many patches, in frames of so many."""
+        rows = patches if self.class_token is None else patches + patches // frame
+        dim = self.patches.out_features
+        weights = sum(p.numel() for p in self.layers.parameters() if p.ndim > 1)
+        attention = 4 * rows * (frame + (self.class_token is not None)) * dim * len(self.layers)
+        return 2 * (rows * weights + patches * self.patches.weight.numel()) + attention
+
+
+class Pixels(nn.Module):
+    """Values from 0 to 255, normalised: `[…, patch · patch · 3]` in another dtype."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, config: Image.Config) -> None:
+        super().__init__()
+        self.mean, self.deviation, self.count = config.mean, config.deviation, config.patch**2
+        for name in ("scale", "shift"):
+            self.register_buffer(name, torch.empty(3 * self.count), persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Fill the factors and summands, in fp32 whatever the model was cast to."""
+        mean, deviation = (torch.tensor(one, dtype=torch.float32, device="cpu") for one in (self.mean, self.deviation))
+        for name, values in (("scale", 1 / (255 * deviation)), ("shift", -mean / deviation)):
+            setattr(self, name, values.repeat(self.count).to(self.scale.device))
+
+    def forward(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return (values.float() * self.scale + self.shift).to(dtype)
+
+
+class ClassToken(nn.Module):
+    """The vector that stands before the patches, at a position of its own."""
+
+    def __init__(self, dim: int, std: float) -> None:
+        super().__init__()
+        self.weight, self.std = nn.Parameter(torch.empty(dim)), std
+
+    def initial(self, name: str) -> Init:
+        return Init("normal", self.std)
+
+    def forward(self, position: Tensor) -> Tensor:
+        return self.weight + position
+
+
+class LearnedPositions(nn.Module):
+    """A vector for each place of a grid, in reading order, after that of the class token if there is one.
+
+    Frames of another shape see the grid interpolated bilinearly, as `F.interpolate` does with `align_corners=False`.
+    """
+
+    def __init__(self, side: int, dim: int, class_token: bool, std: float) -> None:
+        super().__init__()
+        self.table = Embedding(side * side + class_token, dim, std=std)
+        self.side, self.before = side, int(class_token)
+
+    def forward(self, where: Places) -> Tensor:
+        """The positions of places `[…]`, `[…, dim]`."""
+        if where.frame is None:
+            return self._at(where.row, where.column)
+        top, bottom, down = self._between(where.row, where.rows)
+        left, right, over = self._between(where.column, where.columns)
+        above = self._mixed(self._at(top, left), self._at(top, right), over)
+        below = self._mixed(self._at(bottom, left), self._at(bottom, right), over)
+        return self._mixed(above, below, down)
+
+    def of_class(self, device: torch.device) -> Tensor:
+        """The position of the class token, `[dim]`."""
+        position: Tensor = self.table(torch.zeros((), dtype=torch.int64, device=device))
+        return position
+
+    def _at(self, row: Tensor, column: Tensor) -> Tensor:
+        position: Tensor = self.table(row * self.side + column + self.before)
+        return position
+
+    def _between(self, index: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of an index in a side of the given size: the neighbours in the grid, and how far it is to the second."""
+        place = ((index + 0.5) * (self.side / size) - 0.5).clamp(0, self.side - 1)
+        first = place.floor()
+        return first.long(), (first.long() + 1).clamp(max=self.side - 1), (place - first)[..., None]
+
+    @staticmethod
+    def _mixed(one: Tensor, other: Tensor, share: Tensor) -> Tensor:
+        return (one * (1 - share) + other * share).to(one.dtype)
+
+
+class VisionBlock(nn.Module):
+    """Attention and feed-forward, each with a norm before it."""
+
+    def __init__(self, config: Image.Config) -> None:
+        super().__init__()
+        dim, hidden, out = config.dim, config.hidden or 4 * config.dim, config.std / math.sqrt(2 * config.layers)
+        self.heads, self.activation = config.heads, ACTIVATIONS[config.activation]
+        self.attention_norm = LayerNorm(dim, config.norm_eps)
+        self.q, self.k, self.v = (Linear(dim, dim, bias=config.bias, std=config.std) for _ in range(3))
+        self.o = Linear(dim, dim, bias=config.bias, std=out)
+        self.feed_forward_norm = LayerNorm(dim, config.norm_eps)
+        self.up = Linear(dim, hidden, bias=config.bias, std=config.std)
+        self.down = Linear(hidden, dim, bias=config.bias, std=out)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """`[rows, patches, dim]` to the same; `mask [rows, 1, patches, patches]`: True where a patch sees another."""
+        h = self.attention_norm(x)
+        q, k, v = (one(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        added: Tensor = x + self.down(self.activation(self.up(self.feed_forward_norm(x))))
+        return added

@@ -1,0 +1,80 @@
+"""Images as items among text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal
+
+from forge_train import Ge, Gt, Job, Le, Plugin, Problem, hookimpl, section
+from forge_train_kit.modalities import Modality
+
+
+class Image(Plugin):
+    """Images, cut into patches that a vision transformer encodes (Dosovitskiy et al. 2020, arXiv:2010.11929)."""
+
+    api = (1, 0)
+    needs: ClassVar[Mapping[str, str]] = {"PIL": "pip install 'forge-train[images]'"}
+
+    @section
+    class Config:
+        size: Annotated[int, Gt(0)] = 224
+        """Side of an image in pixels."""
+        patch: Annotated[int, Gt(0)] = 16
+        """Side of a patch in pixels."""
+        merge: Annotated[int, Gt(0)] = 2
+        """Side of the square of patches that becomes one position of the sequence."""
+        fit: Literal["square", "keep"] = "square"
+        """Resize each image to size × size pixels; or keep its aspect, with sides that are multiples of patch · merge,
+        and make it smaller only if it has more than size² pixels."""
+        max_pixels: Annotated[int, Gt(0), Le(89_478_485)] = 50_000_000
+        """Images with more pixels are refused before they are decoded. Pillow itself stops at 89,478,485."""
+        max_bytes: Annotated[int, Gt(0)] = 100_000_000
+        """Files with more bytes are refused before they are read."""
+        dim: Annotated[int, Gt(0)] = 192
+        """Width of the encoder."""
+        layers: Annotated[int, Gt(0)] = 6
+        """Number of its blocks."""
+        heads: Annotated[int, Gt(0)] = 3
+        """Heads of its attention, a divisor of dim."""
+        hidden: Annotated[int, Ge(0)] = 0
+        """Width of its feed-forward blocks; 0 means 4 · dim."""
+        activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu_tanh"
+        """Activation of its feed-forward blocks. quick_gelu is x · sigmoid(1.702 x), as in CLIP."""
+        norm_eps: Annotated[float, Gt(0)] = 1e-6
+        """Added to the variance in its norms."""
+        bias: bool = True
+        """Biases in its blocks."""
+        patch_bias: bool = True
+        """A bias in the projection of patches."""
+        class_token: bool = False
+        """A learned vector before the patches, which attention sees and the connector does not (CLIP)."""
+        first_norm: bool = False
+        """A norm before the first block (CLIP)."""
+        final_norm: bool = True
+        """A norm after the last block."""
+        mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+        """Mean of red, green and blue, of 0 to 1, that is subtracted from pixels."""
+        deviation: tuple[Annotated[float, Gt(0)], Annotated[float, Gt(0)], Annotated[float, Gt(0)]] = (0.5, 0.5, 0.5)
+        """Standard deviation of red, green and blue that pixels are divided by."""
+        connector: Literal["linear", "mlp"] = "mlp"
+        """From the features of merged patches to the model's width: one projection, or two with GELU in between."""
+        std: Annotated[float, Gt(0)] = 0.02
+        """Standard deviation of initial weights."""
+
+    config: Config
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        one = self.config
+        if one.size % (one.patch * one.merge):
+            yield Problem("image.size", f"expected a multiple of patch · merge = {one.patch * one.merge}.")
+        if one.dim % one.heads:
+            yield Problem("image.heads", f"expected a divisor of dim = {one.dim}.")
+        if one.class_token and one.fit == "keep":
+            yield Problem("image.class_token", 'images of several sizes have no class token; set fit = "square".')
+
+    @hookimpl
+    def modalities(self, job: Job) -> list[Modality]:
+        from ._vision.modality import Pictures
+
+        return [Pictures(self.config)]
