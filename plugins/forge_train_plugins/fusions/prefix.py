@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class Prefix(Plugin):
-    """Feature vectors of items take the place of token embeddings at the items' positions, as in LLaVA
-    (arXiv:2304.08485).
+    """Feature vectors of images and other items stand among the tokens, as in LLaVA (arXiv:2304.08485).
 
     From there on, all layers treat them like tokens: attention is causal, and stays inside a document. Positions count
     on through the items.
