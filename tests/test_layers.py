@@ -309,6 +309,7 @@ WORDS = {
     "linear",
     "mfu",
     "mixture",
+    "multimodal",
     "precision",
     "prefix",
     "pretrained",

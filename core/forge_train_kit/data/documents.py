@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +124,10 @@ class Documents:
         at = bisect_right(self._firsts, document) - 1
         base, inside, ends = self._starts[at], document - self._firsts[at], self.shards[at].ends
         return base + (int(ends[inside - 1]) if inside else 0), base + int(ends[inside])
+
+    def path_of(self, document: int) -> Path:
+        """Return the file that a document lies in."""
+        return self.shards[bisect_right(self._firsts, document) - 1].path
 
     def where(self, token: int) -> str:
         """The file that a token lies in, and its place there, for messages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,16 @@ from .rows import Pieces
 Long = Literal["refuse", "drop", "left", "right"]
 
 
-def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key: str, together: int = 1) -> Pieces:
+def fitted(
+    documents: Documents,
+    sequence: int,
+    *,
+    long: Long,
+    packing: str,
+    key: str,
+    together: int = 1,
+    trimmed: Callable[[int, int, int], tuple[int, int]] | None = None,
+) -> Pieces:
     """Whole documents in rows of `sequence` tokens.
 
     Args:
@@ -28,6 +38,7 @@ def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key
         key: the section that messages name.
         together: 2 for pairs: both are dropped if one is. `best_fit` puts them into the same row, so that it is the
             pair that may be longer than a row; of such a pair, texts of more than half a row are cut.
+        trimmed: gives start and length of what is kept of a document that is cut, by its number, start and length.
 
     Raises:
         ConfigError: there is a longer one, and it is to be refused.
@@ -47,8 +58,11 @@ def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key
     length = np.minimum(lengths, room)[document]
     start = (lengths[document] - length) if long == "left" else np.zeros(len(document), np.int64)
 
-    if documents.masked and long in ("left", "right"):
-        _check_learned(documents, document[longer], start[longer], room[longer], long=long, key=key)
+    if long in ("left", "right"):
+        for at in np.flatnonzero(longer).tolist():
+            start[at], length[at] = trimmed(at, int(start[at]), int(length[at])) if trimmed else (start[at], length[at])
+        if documents.masked:
+            _check_learned(documents, document[longer], start[longer], length[longer], long=long, key=key)
 
     def packed() -> Pieces:
         made = arranged(length.reshape(-1, unit).sum(1), sequence, packing)

@@ -183,7 +183,7 @@ def _megatron(data: Path, index: Path) -> tuple[Ids, Int64s]:
         raise ConfigError(f"{index} says that the tokens are {name}, and ids are integers")
     size, expected = index.stat().st_size, len(start) + 12 * sequences + 8 * documents
     if sequences and size == expected + sequences:
-        raise ConfigError(f"{index} has a mode for each sequence: multimodal data sets are not supported")
+        raise ConfigError(f"{index} has a mode for each sequence: data sets of several modalities are not supported")
     if size != expected:
         raise ConfigError(
             f"{index} is truncated or damaged: {sequences:,} sequences and {documents:,} document borders take "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from forge_train.contract.batch import TOKENS, Batch
 
 from ..losses import ANSWERS, LABEL_WEIGHTS
 from .documents import Int64
+from .items import RowItems, item_axes, padded
 from .mismatched import with_mismatched
 from .plugin import Prefetch
 from .reading import Reader, Reading
@@ -194,11 +195,18 @@ def warn_of_few(samples: int | None, job: Job) -> None:
         )
 
 
-def example(job: Job, *, isolate: bool) -> Batch:
-    """A micro-batch of the shape that loaders give, of zeros: for `example_batch`."""
+def example(job: Job, *, isolate: bool, items: Mapping[str, RowItems] | None = None) -> Batch:
+    """A micro-batch of the shape that loaders give, of zeros: for `example_batch`.
+
+    Args:
+        isolate: whether documents of a row are kept apart.
+        items: of each row, where rows have items.
+    """
     train = job.config.train
-    ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
-    return Batch(ids, ids, ids, ids) if isolate else Batch(ids, ids)
+    ids = np.zeros((train.micro_batch, train.sequence), np.int64)
+    apart = ids if isolate else None
+    each = (items,) * train.micro_batch if items else None
+    return as_batch(Arrays(ids, ids, apart, apart, items=each), pin=False)
 
 
 def as_batch(arrays: Arrays, *, pin: bool, target: str = SOURCE) -> Batch:
@@ -211,12 +219,14 @@ def as_batch(arrays: Arrays, *, pin: bool, target: str = SOURCE) -> Batch:
     positions, documents = arrays.position_ids, arrays.document_ids
     along = {LABEL_WEIGHTS: arrays.weights, ANSWERS: arrays.answers}
     targets = {target: arrays.sources, **along}
+    items = padded(arrays.items) if arrays.items else {}
     made = Batch(
         tensor(arrays.inputs),
         tensor(arrays.labels),
         None if positions is None else tensor(positions),
         None if documents is None else tensor(documents),
+        extras={name: tensor(one) for name, one in items.items()},
         targets={name: tensor(one) for name, one in targets.items() if one is not None},
-        axes={name: TOKENS for name, one in along.items() if one is not None},
+        axes={name: TOKENS for name, one in along.items() if one is not None} | item_axes(arrays.items),
     )
     return made if arrays.mismatched is None else with_mismatched(made, as_batch(arrays.mismatched, pin=pin))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -153,4 +154,6 @@ def joined(parts: list[Arrays]) -> Arrays:
 
 
 def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(chain.from_iterable(parts))
     return joined(parts) if isinstance(parts[0], Arrays) else np.concatenate(parts)

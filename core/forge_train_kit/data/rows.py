@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from forge_train import MASKED
 
 from .documents import Documents, Int64
 from .packing import bucket_unit
+
+if TYPE_CHECKING:
+    from .items import RowItems
 
 Weights = NDArray[np.float32]
 
@@ -35,6 +38,8 @@ class Arrays:
     """The answer of its row that each token of packed pairs belongs to, `[rows, sequence]`."""
     mismatched: Arrays | None = None
     """As many rows again: the prompt of each with the answer of another, for feedback."""
+    items: tuple[Mapping[str, RowItems], ...] | None = None
+    """Items of each row, by modality; each row has all modalities."""
 
 
 class Rows(Protocol):

@@ -33,6 +33,7 @@ from ..chats import (
     turn_end,
 )
 from ..formats import lookup, text_of, utf8
+from ..items import ItemFields, Kept, MarkingTokenizer
 from ..labels import labelled
 from ..maps import Maps
 from ..shard import Ids, Learned
@@ -74,6 +75,8 @@ class Maker:
             ConfigError: there is no such tokenizer, template or map, or they don't fit each other.
         """
         opened, maps = open_tokenizer(tokenizer), Maps(wanted.maps)
+        if wanted.items is not None:
+            opened = MarkingTokenizer(opened, wanted.items.modalities.values())
         maps.check(opened)
         check_names(wanted.rename, wanted.roles, wanted.key(""))
         folder = None if tokenizer == BYTES else Path(tokenizer)
@@ -111,11 +114,20 @@ def _special(tokenizer: Tokenizer, key: str) -> tuple[str, ...]:
 
 
 def encoded(
-    piece: Piece, wanted: Preparation, maker: Maker
+    piece: Piece, wanted: Preparation, maker: Maker, kept: Kept
 ) -> Iterator[tuple[bytes, list[tuple[Ids, Learned | None, int]]]]:
     """The text of each record of a piece, and its documents, each with what of it is learned, if not all, and the bytes
-    of its text."""
-    if wanted.labels is not None:
+    of its text.
+
+    Args:
+        piece: of a file.
+        wanted: the preparation.
+        maker: of tokens.
+        kept: takes items that lie in records.
+    """
+    if isinstance(maker.tokenizer, MarkingTokenizer) and wanted.items is not None:
+        yield from with_items(piece, wanted, wanted.items, maker.tokenizer, kept)
+    elif wanted.labels is not None:
         for text, (tokens, classes) in labelled(_placed(piece), wanted.labels, maker.tokenizer):
             yield text, [(tokens, None, len(text)), (classes, None, 0)]
     elif wanted.pairs:
@@ -127,6 +139,23 @@ def encoded(
     elif maker.template is not None:
         for text, turns in chats(piece, wanted, maker, maker.template):
             yield text, [*turns]
+
+
+def with_items(
+    piece: Piece, wanted: Preparation, fields: ItemFields, tokenizer: MarkingTokenizer, kept: Kept
+) -> Iterator[tuple[bytes, list[tuple[Ids, Learned | None, int]]]]:
+    """The text of each record of a piece, and its documents: tokens with room for its items, and a table of these."""
+    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
+        where = piece.file.at(place)
+        name = wanted.field_of(piece.file)
+        text = utf8(text_of(record, name, where, wanted.key("field")), f"{where}: {name!r}")
+        encoded = [*tokenizer.begin, *tokenizer.encode(text.decode())]
+        if not encoded:
+            raise ConfigError(f"{where}: the text has no token.")
+        ids = np.asarray([*encoded, *([] if tokenizer.end is None else [tokenizer.end])], np.int64)
+        entries = fields.entries(record, text.decode(), where)
+        both = fields.woven(ids, np.ones(len(ids), np.uint8), entries, tokenizer, piece.file, place, kept)
+        yield text, [(*both[0], len(text)), (*both[1], 0)]
 
 
 def chats(

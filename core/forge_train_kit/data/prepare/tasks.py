@@ -16,6 +16,7 @@ from ..chats import Learn
 from ..files import File
 from ..formats import Part, lookup
 from ..held_out import FEW
+from ..items import ItemFields
 from ..labels import Labels
 
 TASK = 64 << 20
@@ -57,6 +58,8 @@ class Preparation:
         maps: changes of texts, in order, as `Maps` takes them.
         labels: fields of texts and labels, if records have labels; each record becomes two documents, of tokens and of
             classes.
+        items: fields of items beside text, if records have them; each record becomes two documents, of tokens and of a
+            table of its items.
         section: of the plugin whose options these are, for messages; empty for a command's.
     """
 
@@ -82,6 +85,7 @@ class Preparation:
     feedback: bool = False
     maps: tuple[str, ...] = ()
     labels: Labels | None = None
+    items: ItemFields | None = None
     section: str = ""
 
     def key(self, option: str) -> str:
@@ -90,7 +94,9 @@ class Preparation:
 
     def public(self) -> dict[str, Any]:
         """Return the settings that determine the result, besides the files and the tokenizer."""
-        made = {"held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
+        made: dict[str, Any] = {"held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
+        if self.items is not None:
+            made |= self.items.public()
         if self.labels is not None:
             return {**made, **self.labels.public()}
         if self.pairs or self.chat:

@@ -15,6 +15,8 @@ from forge_train import ConfigError
 from forge_train_kit.tokenizer import Tokenizer
 
 from ..held_out import SIDES, Side, divided, side_of
+from ..items import Kept
+from ..items.kept import kept_path
 from ..manifest import WORK
 from ..shard import Ids, Learned
 from ..store import SUFFIX, Header, ShardWriter, content, read_header
@@ -35,12 +37,14 @@ class Done:
         headers: of its shards, by side; a side without documents has none.
         skipped: files that were left out, and why.
         used: keys of `rename` and `roles` that its records needed; None in a note that says nothing of them.
+        kept: bytes of the items that are kept beside its shards.
     """
 
     number: int
     headers: dict[str, Header]
     skipped: dict[str, str]
     used: tuple[str, ...] | None = None
+    kept: int = 0
 
 
 def task_name(task: Task | int) -> str:
@@ -60,8 +64,10 @@ def done(work: Path, out: Path, task: Task, *, verify: bool = False) -> Done | N
             return None
         if verify and any(not _intact(shard_path(out, side, task.number), headers[side]) for side in headers):
             return None
-        used = table.get("used")
-        return Done(task.number, headers, table["skipped"], None if used is None else tuple(used))
+        used, kept = table.get("used"), table.get("kept", 0)
+        if kept and kept_path(out, task_name(task)).stat().st_size != kept:
+            return None
+        return Done(task.number, headers, table["skipped"], None if used is None else tuple(used), kept)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
         return None
 
@@ -90,14 +96,16 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
             if name not in sides:
                 path, made_by = shard_path(wanted.out, name, task.number), maker.tokenizer
                 ids = max(made_by.vocabulary, 1 + len(wanted.labels.classes.names) if wanted.labels else 0)
-                writer = ShardWriter(path, ids, made_by.digest, trained=wanted.chat or bool(wanted.pairs))
+                trained = wanted.chat or bool(wanted.pairs) or wanted.items is not None
+                writer = ShardWriter(path, ids, made_by.digest, trained=trained)
                 sides[name] = _Side(stack.enter_context(writer), made_by)
             return sides[name]
 
+        kept = stack.enter_context(Kept(kept_path(wanted.out, task_name(task))))
         for piece in task.pieces:
             try:
-                if wanted.labels or wanted.pairs or wanted.chat:
-                    for text, members in encoded(piece, wanted, maker):
+                if wanted.labels or wanted.pairs or wanted.chat or wanted.items:
+                    for text, members in encoded(piece, wanted, maker, kept):
                         for ids, trained, size in members:
                             side(side_of(text, wanted.held_out)).add_encoded(ids, trained, size)
                 else:
@@ -110,10 +118,12 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
                     raise
                 skipped.setdefault(piece.file.address, str(error))
             told(piece.part.bytes)
+        size = kept.close()
         headers = {name: dataclasses.asdict(sides[name].close()) for name in SIDES if name in sides}
     note = wanted.out / WORK / f"{task_name(task)}.json"
     part = note.with_suffix(".part")
-    part.write_text(json.dumps({"headers": headers, "skipped": skipped, "used": sorted(maker.used)}), encoding="utf-8")
+    table = {"headers": headers, "skipped": skipped, "used": sorted(maker.used), **({"kept": size} if size else {})}
+    part.write_text(json.dumps(table), encoding="utf-8")
     part.replace(note)
 
 

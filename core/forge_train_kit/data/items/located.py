@@ -1,0 +1,106 @@
+"""Places of the items that records name."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge_train import ConfigError
+from forge_train.base.files import is_remote
+
+from ...modalities import ItemSource
+from ..file import File
+from .kept import Kept
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """An item's bytes.
+
+    Args:
+        path: of its file; empty if it is kept beside the tokens.
+        here: path of the file now, which may have another name later.
+        offset: of its first byte; −1 if it is all of the file.
+        size: in bytes.
+    """
+
+    path: str
+    here: str
+    offset: int
+    size: int
+
+    def source(self, where: str) -> ItemSource:
+        if self.offset < 0:
+            return ItemSource(self.here, where)
+        return ItemSource(self.here, where, self.offset, self.size)
+
+
+def located(entry: Any, file: File, where: str, kept: Kept) -> Located:
+    """The place of an item.
+
+    Args:
+        entry: a path, relative to the record's file; an address; a `data:` URL; bytes; or an object that has one of
+            these as `bytes`, `path` or `url`, as `datasets` and chats have them.
+        file: of the record.
+        where: the record, for messages.
+        kept: takes what is not in a file of this machine.
+
+    Raises:
+        ConfigError: naming the record.
+    """
+    given = entry
+    if isinstance(entry, Mapping):
+        given = next((entry[key] for key in ("bytes", "path", "url") if entry.get(key) is not None), None)
+    if isinstance(given, bytes):
+        return _keep(given, kept)
+    if not isinstance(given, str) or not given:
+        raise ConfigError(
+            f"{where}: an item is neither a path nor an address, and has no bytes, path or url: {_short(entry)}."
+        )
+    if given.startswith("data:"):
+        return _keep(_decoded(given, where), kept)
+    path = _path(given, file)
+    if is_remote(path):
+        with File(path, key=where).open() as stream:
+            return _keep(stream.read(), kept)
+    try:
+        size = Path(path).stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{where}: {path}: {error.strerror}.") from error
+    return Located(path, path, -1, size)
+
+
+def _path(given: str, file: File) -> str:
+    given = given.removeprefix("file://")
+    if is_remote(given) or given.startswith("/"):
+        return given
+    return (
+        posixpath.normpath(posixpath.join(posixpath.dirname(file.address), given))
+        if file.local
+        else (f"{file.address.rpartition('/')[0]}/{given}")
+    )
+
+
+def _decoded(url: str, where: str) -> bytes:
+    head, comma, content = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise ConfigError(f"{where}: a data: URL must be of base64, and begins with {url[:40]!r}.")
+    try:
+        return base64.b64decode(content, validate=True)
+    except binascii.Error as error:
+        raise ConfigError(f"{where}: the content of a data: URL is no base64 ({error}).") from error
+
+
+def _keep(content: bytes, kept: Kept) -> Located:
+    at = kept.add(content)
+    return Located("", kept.path_of_part(), at, len(content))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}…"

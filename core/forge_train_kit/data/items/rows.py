@@ -1,0 +1,190 @@
+"""Whole records with items in rows: items are decoded where their rows are read."""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forge_train import ConfigError
+from forge_train.base.files import is_remote
+
+from ...modalities import Item, ItemSource
+from ..documents import Documents, Int64
+from ..fit import Long, fitted
+from ..rows import Arrays, PackedRows
+from .extras import RowItems
+from .fields import ItemFields, Noted, Table, called
+from .kept import kept_path
+
+
+class Records:
+    """The documents with tokens; those after them are tables of their items.
+
+    Args:
+        documents: those of a folder prepared with `ItemFields`.
+        fields: of the preparation.
+    """
+
+    masked = True
+
+    def __init__(self, documents: Documents, fields: ItemFields) -> None:
+        self.count, self.digest, self.shards = documents.count // 2, documents.digest, documents.shards
+        self.weighted = documents.weighted
+        self._documents, self._fields = documents, fields
+
+    def span(self, record: int) -> tuple[int, int]:
+        return self._documents.span(2 * record)
+
+    def learned(self, start: int, out: NDArray[np.bool_]) -> None:
+        self._documents.learned(start, out)
+
+    def lengths(self) -> Int64:
+        return self._documents.lengths()[::2]
+
+    def table(self, record: int) -> Table:
+        """The items of a record."""
+        begin, end = self._documents.span(2 * record + 1)
+        document = np.zeros(end - begin, np.int64)
+        self._documents.take(begin, document)
+        return Table.of(document)
+
+    def where(self, record: int) -> str:
+        """The file and the place of a record."""
+        return self._where(self.table(record))
+
+    def source(self, record: int, table: Table, one: Noted) -> ItemSource:
+        """The place of an item of a record."""
+        if one.path:
+            path = self._absolute(one.path)
+        else:
+            shard = self._documents.path_of(2 * record)
+            path = str(kept_path(shard.parent, shard.stem.rpartition("-")[2]))
+        whole = one.offset < 0
+        return ItemSource(path, self._where(table), 0 if whole else one.offset, None if whole else one.size)
+
+    def trimmed(self, record: int, start: int, length: int) -> tuple[int, int]:
+        """A stretch of a record's tokens without the parts of items that its borders cut."""
+        stop = start + length
+        for one in self.table(record).items:
+            end = one.start + one.length
+            if one.start < start < end:
+                start = end
+            elif one.start < stop < end:
+                stop = one.start
+        return start, stop - start
+
+    def _where(self, table: Table) -> str:
+        return f"{self._absolute(table.file)}, {table.place}" if table.place else self._absolute(table.file)
+
+    def _absolute(self, path: str) -> str:
+        return path if is_remote(path) else posixpath.normpath(posixpath.join(self._fields.root, path))
+
+
+class ItemRows(PackedRows):
+    """Whole records in rows, with their items.
+
+    Args:
+        documents: those of a folder prepared with `ItemFields`.
+        fields: of the preparation.
+        sequence: tokens in a row.
+        long, packing, key: see `fitted`. An item that a cut would divide is left out.
+        pad: the token id of padding.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        fields: ItemFields,
+        sequence: int,
+        *,
+        long: Long,
+        packing: Literal["best_fit", "pad"],
+        key: str,
+        pad: int,
+    ) -> None:
+        self._records, self._fields = Records(documents, fields), fields
+        records: Any = self._records
+        self._check(sequence, long, key)
+        pieces = fitted(records, sequence, long=long, packing=packing, key=key, trimmed=self._records.trimmed)
+        self.pieces = pieces
+        super().__init__(documents, sequence, replace(pieces, document=pieces.document * 2), pad=pad)
+
+    def read(self, rows: Int64) -> Arrays:
+        return replace(super().read(rows), items=tuple(self._items(row) for row in rows.tolist()))
+
+    def where(self, row: int) -> str:
+        return self._records.where(int(self.pieces.document[self.pieces.of(row).start]))
+
+    def inside(self, row: int) -> Iterator[tuple[ItemSource, Noted, int]]:
+        """The items of a row, each with its place and its position in the row."""
+        at = 0
+        for piece in self.pieces.of(row):
+            start, length = int(self.pieces.start[piece]), int(self.pieces.length[piece])
+            record = int(self.pieces.document[piece])
+            table = self._records.table(record)
+            for one in table.items:
+                if start <= one.start and one.start + one.length <= start + length:
+                    yield self._records.source(record, table, one), one, at + one.start - start
+            at += length
+
+    def _items(self, row: int) -> Mapping[str, RowItems]:
+        fields = self._fields
+        values: dict[str, list[NDArray[Any]]] = {name: [] for name in fields.modalities}
+        found = fields.none(self._sequence)
+        grids: dict[str, list[tuple[int, int, int]]] = {name: [] for name in fields.modalities}
+        vectors = dict.fromkeys(fields.modalities, 0)
+        for source, one, at in self.inside(row):
+            item = self._decoded(source, one)
+            values[one.modality].append(item.values)
+            grids[one.modality].append(one.grid)
+            first = vectors[one.modality]
+            found[one.modality].places[at : at + one.length] = np.arange(first, first + one.length)
+            vectors[one.modality] += one.vectors
+        return {
+            name: replace(found[name], values=np.concatenate(values[name]), grids=np.array(grids[name], np.int64))
+            if values[name]
+            else found[name]
+            for name in found
+        }
+
+    def _decoded(self, source: ItemSource, one: Noted) -> Item:
+        modality = self._fields.modalities[one.modality]
+        item: Item = called(modality, "read", source)
+        grid, shape = tuple(item.grid), (math.prod(one.grid), modality.features)
+        if grid != one.grid or item.values.shape != shape:
+            raise ConfigError(
+                f"{source}: has a grid of {grid} and values of {list(item.values.shape)}, and the record was prepared "
+                f"for {one.grid} and {list(shape)}: restore the file, or touch the data file to prepare it again."
+            )
+        return item
+
+    def _check(self, sequence: int, long: Long, key: str) -> None:
+        """Refuse a record that is longer than a row, or an item that no row can hold.
+
+        Raises:
+            ConfigError: naming the record.
+        """
+        lengths = self._records.lengths()
+        longer = np.flatnonzero(lengths > sequence)
+        if long == "refuse" and len(longer):
+            longest = int(lengths.argmax())
+            items = sum(one.length for one in self._records.table(longest).items)
+            raise ConfigError(
+                f"{key}.long: {len(longer):,} of {len(lengths):,} records are longer than a row of {sequence:,} "
+                f"tokens; {self._records.where(longest)}, has {int(lengths[longest]):,}, {items:,} of them positions "
+                "of items. Raise train.sequence, or choose drop, left or right."
+            )
+        for record in longer.tolist() if long != "drop" else ():
+            for one in self._records.table(record).items:
+                if one.length > sequence:
+                    raise ConfigError(
+                        f"{self._records.where(record)}: an item of {one.modality!r} takes {one.length:,} positions, "
+                        f"and a row has {sequence:,} tokens (train.sequence); choose {key}.long = 'drop' to leave "
+                        "such records out."
+                    )

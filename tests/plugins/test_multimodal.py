@@ -1,0 +1,276 @@
+"""`multimodal`: every item once, at its placeholder, on any number of workers and ranks; and what mistakes are told."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from forge_train import MASKED, Batch, ConfigError
+from forge_train_kit.data.plugin import Prefetch
+from forge_train_kit.data.reading import SampleError
+from forge_train_kit.data.tokenizers import open_tokenizer
+from forge_train_plugins.data.multimodal import Multimodal
+from forge_train_plugins.data.tokenizer import Tokenizer
+from items_data import FEATURES, Scan, encoded, scan, write_records, write_scans
+
+pytestmark = [pytest.mark.unit]
+
+SIZES = (1, 4, 2, 3, 5, 2, 1)
+TEXTS = ("<scan>ab", "a<scan><scan>bcd", "only text", "<scan>", "x<scan>y<scan>z", "<scan>!")
+END = 256
+
+
+def job(
+    *modalities: Scan, rank: int = 0, ranks: int = 1, gives: str = "features", path: str = "bytes", **train: int
+) -> Any:
+    given = modalities or (Scan(),)
+
+    def call(spec: Any, arguments: Any) -> Any:
+        return open_tokenizer(path) if spec.name == "tokenizer" else [("scans", list(given))]
+
+    section = Tokenizer.Config(path=path)
+    return SimpleNamespace(
+        hooks=SimpleNamespace(
+            call=call,
+            provider=lambda slot: slot,
+            plugins={"tokenizer": Tokenizer(section)},
+            gives=lambda slot: gives,
+        ),
+        config=SimpleNamespace(
+            train=SimpleNamespace(**{"sequence": 24, "micro_batch": 2, "evaluate_every": 0, **train}),
+            sections={"tokenizer": section},
+        ),
+        dist=SimpleNamespace(data_rank=rank, data_ranks=ranks, main=True),
+        device=torch.device("cpu"),
+        seed=0,
+    )
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    names = iter(write_scans(folder / "scans", SIZES))
+    return [{"text": text, "scans": [f"scans/{next(names)}" for _ in range(text.count("<scan>"))]} for text in TEXTS]
+
+
+def plugin(folder: Path, given: list[dict[str, Any]] | None = None, **options: Any) -> Multimodal:
+    file = write_records(folder / "data.jsonl", records(folder) if given is None else given)
+    values = {"path": str(file), "cache": str(folder / "cache"), "held_out": 0.0, **options}
+    return Multimodal(Multimodal.Config(**values))
+
+
+def rendered(batch: Batch, row: int) -> list[tuple[str, list[tuple[float, ...]]]]:
+    """Of each record in a row: its text, with * at positions of items, and the values that stand there."""
+    places, values = batch.extras["scan_places"][row], batch.extras["scan_values"][row]
+    assert batch.document_ids is not None
+    found = []
+    for number in sorted(set(batch.document_ids[row].tolist())):
+        text, items = "", list[tuple[float, ...]]()
+        for at in (batch.document_ids[row] == number).nonzero().flatten().tolist():
+            place, id = int(places[at]), int(batch.inputs[row, at])
+            if place >= 0:
+                assert id == END
+                text += "*"
+                items.append(tuple(values[place].tolist()))
+            elif id != END:
+                text += chr(id)
+        found.append((text, items))
+    return found
+
+
+def wanted() -> list[tuple[str, list[Any]]]:
+    sizes, number, found = iter(SIZES), 0, []
+    for text in TEXTS:
+        items: list[Any] = []
+        while "<scan>" in text:
+            size = next(sizes)
+            text = text.replace("<scan>", "*" * size, 1)
+            items += map(tuple, scan(number, size).tolist())
+            number += 1
+        found.append((text, items))
+    return found
+
+
+def same(one: Batch, other: Batch) -> bool:
+    mine, its = one.tensors(), other.tensors()
+    return mine.keys() == its.keys() and all(
+        mine[name].dtype == its[name].dtype and torch.equal(mine[name], its[name]) for name in mine
+    )
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "pad"])
+def test_each_record_is_there_once_with_its_items_at_their_places(tmp_path: Path, packing: str) -> None:
+    loader = plugin(tmp_path, packing=packing).build_data(job(micro_batch=1), "train")
+    seen: list[Any] = []
+    while len(seen) < len(TEXTS):
+        batch = next(loader)
+        seen += [one for one in rendered(batch, 0) if one[0]]
+        assert batch.extras["scan_values"].shape[2] == FEATURES
+        assert batch.extras["scan_values"].shape[1] == max(1, int(batch.extras["scan_grids"].prod(-1).sum()))
+    assert sorted(seen) == sorted(wanted())
+
+
+def test_no_position_of_an_item_is_learned_and_all_text_is(tmp_path: Path) -> None:
+    batch = next(
+        plugin(tmp_path, [{"text": "a<scan>bc", "scans": write_scans(tmp_path, [2])}]).build_data(job(), "train")
+    )
+    assert batch.inputs[0, :6].tolist() == [97, END, END, 98, 99, END]
+    assert batch.labels[0, :6].tolist() == [MASKED, MASKED, 98, 99, END, MASKED]
+    assert batch.extras["scan_places"][0, :4].tolist() == [-1, 0, 1, -1]
+
+
+def test_an_item_takes_one_position_where_the_fusion_gives_it_one(tmp_path: Path) -> None:
+    scans = write_scans(tmp_path, [4, 3])
+    given = [{"text": "a<scan>b<scan>", "scans": scans}]
+    batch = next(plugin(tmp_path, given).build_data(job(Scan(merge=2), gives="token"), "train"))
+    assert batch.inputs[0, :5].tolist() == [97, END, 98, END, END]
+    assert batch.extras["scan_places"][0, :6].tolist() == [-1, 0, -1, 2, -1, -1]
+    assert batch.extras["scan_grids"][0].tolist() == [[1, 1, 4], [1, 1, 3]]
+
+
+def test_a_batch_without_items_has_one_patch_of_zeros(tmp_path: Path) -> None:
+    made = plugin(tmp_path, [{"text": "abc"}])
+    for batch in (next(made.build_data(job(), "train")), made.example_batch(job())):
+        shapes = {name: list(tensor.shape) for name, tensor in batch.extras.items()}
+        assert shapes == {"scan_values": [2, 1, FEATURES], "scan_grids": [2, 1, 3], "scan_places": [2, 24]}
+        assert not batch.extras["scan_values"].any()
+        assert (batch.extras["scan_places"] == -1).all()
+        assert batch.axes_of("scan_places").sequence == 1
+        assert batch.axes_of("scan_values").sequence is None
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_workers_change_no_bit(tmp_path: Path, kind: Any) -> None:
+    alone = plugin(tmp_path).build_data(job(), "train")
+    prefetch = Prefetch(workers=2, kind=kind)
+    ahead: Any = plugin(tmp_path, prefetch=prefetch).build_data(job(), "train")
+    assert all(same(next(alone), next(ahead)) for _ in range(6))
+    ahead.close()
+
+
+def test_ranks_divide_the_rows_of_one_process_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    whole = plugin(tmp_path).build_data(job(micro_batch=1), "train")
+    batches = [next(whole) for _ in range(8)]
+    ranks = [plugin(tmp_path).build_data(job(micro_batch=1, rank=rank, ranks=2), "train") for rank in range(2)]
+    for at in range(4):
+        assert all(same(next(ranks[rank]), batches[2 * at + rank]) for rank in range(2))
+    again = plugin(tmp_path).build_data(job(micro_batch=1), "train")
+    again.load_state_dict(ranks[0].state_dict())
+    assert same(next(again), next(whole))
+
+
+def test_items_in_records_are_kept_beside_the_tokens(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    given = records(tmp_path)
+    one = next(plugin(tmp_path, given).build_data(job(micro_batch=4), "train"))
+    inside = [
+        {**record, "scans": [{"bytes": (tmp_path / name).read_bytes(), "path": None} for name in record["scans"]]}
+        for record in given
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(inside), tmp_path / "data.parquet")
+    other = Multimodal(
+        Multimodal.Config(path=str(tmp_path / "data.parquet"), cache=str(tmp_path / "cache"), held_out=0.0)
+    )
+    assert same(one, next(other.build_data(job(micro_batch=4), "train")))
+    urls = [{**record, "scans": [_url((tmp_path / name).read_bytes()) for name in record["scans"]]} for record in given]
+    (tmp_path / "urls").mkdir()
+    assert same(one, next(plugin(tmp_path / "urls", urls).build_data(job(micro_batch=4), "train")))
+    for kept in tmp_path.rglob("*.items"):
+        kept.unlink()
+    assert same(one, next(plugin(tmp_path / "urls", urls).build_data(job(micro_batch=4), "train")))
+
+
+def _url(content: bytes) -> str:
+    return f"data:application/octet-stream;base64,{base64.b64encode(content).decode()}"
+
+
+def test_data_that_moved_is_the_same(tmp_path: Path) -> None:
+    first = plugin(tmp_path / "a", _made(tmp_path / "a")).build_data(job(), "train")
+    second = plugin(tmp_path / "b", _made(tmp_path / "b")).build_data(job(), "train")
+    second.load_state_dict(first.state_dict())  # which refuses another corpus
+    assert same(next(first), next(second))
+
+
+def _made(folder: Path) -> list[dict[str, Any]]:
+    folder.mkdir()
+    return records(folder)
+
+
+def test_prepared_data_is_made_again_when_the_modality_counts_otherwise(tmp_path: Path) -> None:
+    scans = write_scans(tmp_path, [4])
+    for merge, length in ((1, 4), (2, 2)):
+        made = plugin(tmp_path, [{"text": "<scan>", "scans": scans}]).build_data(job(Scan(merge=merge)), "train")
+        assert int((next(made).extras["scan_places"][0] >= 0).sum()) == length
+
+
+@pytest.mark.parametrize(("long", "says"), [("right", ["ab**"]), ("left", ["***cd"]), ("drop", ["fits"])])
+def test_an_item_is_never_cut(tmp_path: Path, long: str, says: list[str]) -> None:
+    scans = write_scans(tmp_path, [2, 3, 3])
+    given = [{"text": "ab<scan><scan>x<scan>cd", "scans": scans}, {"text": "fits"}]
+    made = plugin(tmp_path, given, long=long, packing="pad", shuffle=False)
+    batch = next(made.build_data(job(sequence=6, micro_batch=1), "train"))
+    assert [text for text, _ in rendered(batch, 0) if text] == says
+    first = {"right": 0, "left": 2000}.get(long, 0)
+    assert float(batch.extras["scan_values"].min()) == first
+
+
+def test_a_broken_item_stops_the_run_or_is_skipped(tmp_path: Path) -> None:
+    given = records(tmp_path)
+    options = {"packing": "pad", "shuffle": False}
+    stops = plugin(tmp_path, given, **options).build_data(job(), "train")
+    made = plugin(tmp_path, given, **options, prefetch=Prefetch(on_error="skip"))
+    told: list[str] = []
+    made.on_skip = told.extend  # type: ignore[method-assign, assignment]
+    skips = made.build_data(job(), "train")
+    (tmp_path / "scans" / "1.npy").write_bytes(b"broken")
+    with pytest.raises(SampleError, match=r"data\.jsonl, line 2: .*scans/1\.npy: a broken scan\."):
+        next(stops)
+    batch = next(skips)
+    assert [rendered(batch, row)[0][0] for row in range(2)] == ["*ab", "only text"]
+    assert len(told) == 1
+    assert "line 2" in told[0]
+
+
+def test_an_item_that_changed_since_it_was_measured_is_told(tmp_path: Path) -> None:
+    loader = plugin(tmp_path, [{"text": "<scan>", "scans": write_scans(tmp_path, [2])}]).build_data(job(), "train")
+    write_scans(tmp_path, [3])
+    with pytest.raises(SampleError, match=r"line 1: .*0\.npy: has a grid of \(1, 1, 3\) .* prepared for \(1, 1, 2\)"):
+        next(loader)
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"text": "a<scan>"}, "the text has <scan> once, and the record 0 scans; give one for each."),
+        ({"text": "a", "scans": ["0.npy"]}, "the text has <scan> not once, and the record 1 scan; give one for each."),
+        ({"text": "a<scan>", "scans": ["no.npy"]}, "no.npy: No such file or directory."),
+        ({"text": "a<scan>", "scans": "0.npy"}, "'scans': expected a list of items, found '0.npy'."),
+        ({"text": "a<scan>", "scans": [3]}, "an item is neither a path nor an address"),
+        ({"text": "a<scan>", "scans": [{"bytes": None}]}, "an item is neither a path nor an address"),
+        ({"text": "a<scan>", "scans": ["text.npy"]}, "text.npy: is no scan that can be read: "),
+        ({"text": "a<scan>", "scans": ["data:,x"]}, "a data: URL must be of base64"),
+        ({"text": "a<scan>", "scans": ["data:;base64,x"]}, "the content of a data: URL is no base64"),
+        ({"text": "a<clip>", "clips": ["0.npy"]}, "no enabled plugin gives a modality 'clip', whose items are"),
+        ({"text": "<scan>", "scans": ["long.npy"]}, "line 2, has 31, 30 of them positions of items."),
+        ({"scans": []}, "no string under 'text' (multimodal.field)"),
+    ],
+)
+def test_a_mistake_is_told_by_file_and_record(tmp_path: Path, record: dict[str, Any], says: str) -> None:
+    write_scans(tmp_path, [2])
+    (tmp_path / "text.npy").write_text("not a scan")
+    (tmp_path / "long.npy").write_bytes(encoded(scan(0, 30)))
+    with pytest.raises(ConfigError) as error:
+        plugin(tmp_path, [{"text": "fine"}, record]).build_data(job(), "train")
+    assert f"{tmp_path / 'data.jsonl'}, line 2" in str(error.value)
+    assert says in str(error.value)
+
+
+def test_an_item_that_fits_in_no_row_is_told(tmp_path: Path) -> None:
+    (tmp_path / "long.npy").write_bytes(encoded(scan(0, 30)))
+    given = [{"text": "a<scan>", "scans": ["long.npy"]}]
+    with pytest.raises(ConfigError, match=r"line 1: an item of 'scan' takes 30 positions, and a row has 24 tokens"):
+        plugin(tmp_path, given, long="right").build_data(job(), "train")
