@@ -21,6 +21,7 @@ from forge_train_kit.state_map import (
     Dequantise,
     DequantiseMXFP4,
     Drop,
+    Flatten,
     Rename,
     Renumber,
     Repeat,
@@ -147,6 +148,14 @@ def transpose(chance: random.Random) -> Case:
     return Transpose(("h.{i}.c",), (one, other)), given, {n: t.transpose(one, other) for n, t in given.items()}
 
 
+def flatten(chance: random.Random) -> Case:
+    last = tuple(sizes(chance, chance.randint(1, 3)))
+    given = {"a": draw(chance, 3, *last), "b": draw(chance, 2, 2, *last), "c": draw(chance, *last)}
+    flat = {name: tensor.flatten(-len(last)) for name, tensor in given.items()}
+    rule = Flatten(("a", "b", "c"), last)
+    return (rule, given, flat) if chance.random() < 0.5 else (rule.inverse(), flat, given)
+
+
 def rotary(chance: random.Random) -> Case:
     heads, half, kept = chance.randint(1, 3), chance.randint(1, 4), chance.choice([0, 2])
     head_dim = 2 * half + kept
@@ -236,7 +245,7 @@ def dequantise_mxfp4(chance: random.Random) -> Case:
 
 INVERTIBLE = [
     *(rename, stack, unstack, concat, split, in_turn, turns_apart),
-    *(transpose, rotary, pad, cast, renumber, family),
+    *(transpose, flatten, rotary, pad, cast, renumber, family),
 ]
 ALL = [*INVERTIBLE, dequantise, dequantise_mxfp4, repeat, pad_with_the_mean]
 seeds = st.integers(0, 2**31)
@@ -285,7 +294,7 @@ def test_a_range_is_that_range_of_the_whole(case: Callable[..., Case], seed: int
         assert torch.equal(into, part)
 
 
-EXACT = [one for one in INVERTIBLE if one not in (rotary, turns_apart)]
+EXACT = [one for one in INVERTIBLE if one not in (flatten, rotary, turns_apart)]
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -395,6 +404,8 @@ REFUSED: dict[str, tuple[StateMap, dict[str, Any], str]] = {
     "a dimension from the end": (Concat(("q",), "qk", dim=-1), {"q": FLAT}, "qk: there is no dimension -1"),
     "a single number as a stack": (Unstack("up", "{e}.up"), {"up": ((), F32)}, "up: there is no dimension 0"),
     "a vector to transpose": (Transpose(("a",)), {"a": FLAT}, "a: there is no dimension 1"),
+    "other dimensions to flatten": (Flatten(("a",), (4, 2)), {"a": SQUARE}, "a: [4, 4] does not end with [4, 2]"),
+    "another length to unflatten": (Flatten(("a",), (2, 3)).inverse(), {"a": FLAT}, "a: [4] does not end with 6"),
     "half a head": (Rotary(("q",), 8), {"q": FLAT}, "q: 4 features are not a multiple of head_dim = 8"),
     "another vocabulary": (Resize(("e",), 5, 8), {"e": FLAT}, "e: expected 5 rows, found 4"),
     "another dtype": (Cast(("a",), torch.bfloat16, F32), {"a": FLAT}, "a: expected torch.bfloat16, found torch.f"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from forge_train.store.shards import Box
 
+from .flat import Flatten, Unflatten
 from .growth import Renumber, Repeat
 from .maps import Chain, Group, Plan, StateMap, Step, Together
 from .quantised import Dequantise, DequantiseMXFP4
@@ -25,6 +26,7 @@ __all__ = [
     "DequantiseMXFP4",
     "Drop",
     "Fetch",
+    "Flatten",
     "Group",
     "Plan",
     "Rename",
@@ -38,6 +40,7 @@ __all__ = [
     "Step",
     "Together",
     "Transpose",
+    "Unflatten",
     "Unstack",
     "View",
 ]
