@@ -13,6 +13,7 @@ class Image(Plugin):
     """Images, cut into patches that a vision transformer encodes (Dosovitskiy et al. 2020, arXiv:2010.11929)."""
 
     api = (1, 0)
+    requires = ("fusion",)
     needs: ClassVar[Mapping[str, str]] = {"PIL": "pip install 'forge-train[images]'"}
 
     @section
