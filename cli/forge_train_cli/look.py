@@ -11,10 +11,10 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
 
 from . import screen
-from .options import json_option, names_of, plugins_option, set_option, stdin_text
+from .options import json_option, names_of, nproc_option, plugins_option, set_option, stdin_text
 
 if TYPE_CHECKING:
-    from forge_train_tools.looking.look import Looked
+    from forge_train_tools.looking.found import Looked
 
 PAGE, NUMBERS = ".html", ".safetensors"
 
@@ -39,6 +39,7 @@ PAGE, NUMBERS = ".html", ".safetensors"
 )
 @plugins_option
 @set_option
+@nproc_option()
 @json_option
 def look(
     path: Path,
@@ -47,6 +48,7 @@ def look(
     heads: tuple[str, ...],
     plugins: tuple[str, ...],
     assignments: tuple[str, ...],
+    nproc: int | None,
     as_json: bool,
 ) -> None:
     """Show what passes through the model of PATH, a run, a checkpoint or a Hugging Face folder, while it reads a text:
@@ -58,6 +60,7 @@ def look(
     forge debug look Qwen3-0.6B --text "The capital of France is" --heads 0.0,27.* --out look.html
     forge debug look runs/first --text "def add(a, b):" --out look.safetensors --json
     forge debug look runs/first --text "def add(a, b):" --out without.html -p steer -s 'steer.zero_heads=["0.1"]'
+    forge debug look runs/big --text "def add(a, b):" --out look.html --nproc 4 -p tp -s parallel.tp=2
     """
     from forge_train_tools.looking.look import Looking
     from forge_train_tools.looking.look import look as run
@@ -68,7 +71,7 @@ def look(
     asked = Looking(
         path=path, text=stdin_text("--text -") if text == "-" else text, heads=heads, plugins=plugins, set=assignments
     )
-    found = run(asked)
+    found = run(asked, nproc=nproc or 1)
     for file in files:
         if file.suffix == PAGE:
             screen.write(file, page(found))

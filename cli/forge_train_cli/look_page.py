@@ -15,7 +15,7 @@ from forge_train import __version__
 from . import screen
 
 if TYPE_CHECKING:
-    from forge_train_tools.looking.look import Lens, Looked
+    from forge_train_tools.looking.found import Lens, Looked
 
 CELL = 14
 """Pixels of a value in a picture."""
