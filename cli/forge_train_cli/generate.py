@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,12 @@ JOB = {"out": None, "samples": 1, "field": "", "long": "refuse", "logprobs": Fal
     help="The text to continue; - reads it from stdin, unchanged; may be repeated.",
 )
 @click.option(
+    "--image",
+    multiple=True,
+    metavar="FILE",
+    help="An image for the prompt, at its <image> or before it; may be repeated.",
+)
+@click.option(
     "--from-file", multiple=True, metavar="SOURCE", help="Files, folders or patterns of records with a prompt."
 )
 @click.option("--out", type=click.Path(path_type=Path), help="With --from-file: the file of JSON lines to write.")
@@ -68,6 +75,7 @@ JOB = {"out": None, "samples": 1, "field": "", "long": "refuse", "logprobs": Fal
 def generate(
     path: Path,
     prompt: tuple[str, ...],
+    image: tuple[str, ...],
     adapter: tuple[str, ...],
     chat: bool,
     template: str,
@@ -89,6 +97,7 @@ def generate(
     forge generate runs/big --from-file questions.jsonl --out answers.jsonl --nproc 4 -p tp -s parallel.tp=2
     forge generate runs/first --prompt "import " --drafts 1
     forge generate runs/tuned --chat --prompt "Who are you?"
+    forge generate runs/seeing --image cat.png --prompt "A picture of "
     forge generate Qwen3-0.6B --adapter polite --adapter brief=0.5 --prompt "Dear"
     """
     from forge_train_tools.generation.sampling import Sampling
@@ -101,8 +110,13 @@ def generate(
     if job["logprobs"] and not (as_json or job["out"]):
         raise ConfigError("--logprobs: log-probabilities are printed with --json, or written with --out; add one.")
     texts = tuple(stdin_text("--prompt -") if one == "-" else one for one in prompt)
-    if len(texts) > 1 or files or nproc not in (None, 1) or job != JOB:
-        asked: dict[str, Any] = {"prompts": texts or (() if files else ("",)), "files": files, **job}
+    if image and files:
+        raise ConfigError("--image goes with --prompt; the records of --from-file have their own images.")
+    if len(texts) > 1 or files or image or nproc not in (None, 1) or job != JOB:
+        prompts: tuple[Any, ...] = texts or (() if files else ("",))
+        if image:
+            prompts = tuple({"prompt": text, "images": list(image)} for text in prompts)
+        asked: dict[str, Any] = {"prompts": prompts, "files": files, **job}
         _many({"path": path, "sampling": sampling, "chat": chat, "template": template, "adapters": adapters,
                "plugins": plugins, "set": assignments, **asked}, nproc or 1, as_json=as_json)  # fmt: skip
         return
@@ -159,7 +173,7 @@ def _as_json(found: Generated, asked: Generation) -> dict[str, Any]:
     if asked.out:
         counts = {"answers": found.count, "tokens": found.tokens, "seconds": found.seconds, "cut": found.cut}
         return head | {"out": found.out, **counts} | speed
-    answers = [{"prompt": asked.prompts[one.record], **one.line(asked.samples)} for one in found.answers]
+    answers = [{**_asked(asked.prompts[one.record]), **one.line(asked.samples)} for one in found.answers]
     if len(answers) > 1:
         return head | {"answers": answers} | speed
     del answers[0]["record"]
@@ -173,13 +187,17 @@ def _print(found: Generated, asked: Generation) -> None:
         if found.count > 1:
             sample = f", sample {answer.sample + 1}" if asked.samples > 1 else ""
             click.echo(click.style(f"[prompt {answer.record + 1}{sample}]", dim=terminal))
-        prompt = "" if asked.chat else str(asked.prompts[answer.record])
+        prompt = "" if asked.chat else str(_asked(asked.prompts[answer.record])["prompt"])
         text = screen.visible(answer.text) if terminal else answer.text
         click.echo(f"{click.style(prompt, dim=True) if terminal else prompt}{text}")
     if found.cut:
         click.echo(_cut(found), err=True)
     if found.drafts and terminal:
         click.secho(f"({_drafts(found)})", dim=True, err=True)
+
+
+def _asked(prompt: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"prompt": prompt} if isinstance(prompt, str) else prompt
 
 
 def _summary(found: Generated) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from forge_train import ForgeError
 from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
+from forge_train_kit.data.items import ItemPrompts
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.generation import drafting
@@ -53,6 +54,22 @@ def rows(plugins: Sequence[str], values: Sequence[str], slots: int, count: int, 
             return str(error)
         assert all(one.training for _, one in model.named_modules() if isinstance(one, nn.Linear))
         return found
+
+
+def with_items(plugins: Sequence[str], values: Sequence[str], folder: str, slots: int) -> Any:
+    """Rows of prompts with and without scans, as in `rows`."""
+    request = Request(plugins=("scans:Scans", *plugins), without=("console", "tensorboard"), set=(*MODEL, *values))
+    with prepared(resolve(request, world=here().size), ReadOnlyRun(Path("nowhere"))) as job:
+        model = compose(job).model
+        prompts = ItemPrompts(job)
+        asked = []
+        for number, files in enumerate((["0.npy"], [], ["1.npy", "2.npy"], [], ["2.npy"])):
+            text = "<scan>is " * len(files) or "no scan"
+            ids, items = prompts.place(prompts.tokenizer.encode(text), {"scan": files}, "a prompt", folder)
+            row = Greedy(number, ids, 5)
+            row.items = items  # type: ignore[attr-defined]
+            asked.append(row)
+        return told(run(job, model, iter(asked), slots=slots))
 
 
 def drafted(plugins: Sequence[str], values: Sequence[str], slots: int, count: int, drafts: int) -> Any:

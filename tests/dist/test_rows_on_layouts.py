@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import items_data
 from crossed import marked
 from forge_train_tools.testing import Pool
 
@@ -44,6 +46,26 @@ def test_rows_are_those_of_one_process(ranks: Pool, name: str) -> None:
     for (number, ids, logs), (_, others, other) in zip(sorted(everybody[0]), sorted(wanted), strict=True):
         assert ids == others, number
         assert (torch.tensor(logs) - torch.tensor(other)).abs().max() <= 1e-6
+
+
+ITEMS: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "fsdp2 on 3": (3, ("fsdp2",), ("train.global_batch=6",)),
+    "tp2": (2, ("tp",), ("parallel.tp=2",)),
+    "pp2": (2, ("pp",), ("parallel.pp=2",)),
+}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_prompts_with_items_are_continued_as_on_one_process(ranks: Pool, name: str, tmp_path: Path) -> None:
+    """Some ranks have rows without items, or no row, when another encodes some."""
+    items_data.write_scans(tmp_path, (2, 5, 3))
+    world, plugins, layout = ITEMS[name]
+    asked = {"folder": str(tmp_path), "slots": 1}
+    (wanted,) = ranks.run("rows_cases:with_items", 1, plugins=(), values=(), **asked)
+    for found in ranks.run("rows_cases:with_items", world, plugins=plugins, values=layout, **asked):
+        for (number, ids, logs), (_, others, other) in zip(sorted(found), sorted(wanted), strict=True):
+            assert ids == others, number
+            assert (torch.tensor(logs) - torch.tensor(other)).abs().max() <= 1e-6
 
 
 DRAFTING: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {

@@ -122,6 +122,7 @@ class Answering:
             longest=self.longest,
             request=(request.draw, sample),
             scored=self.scored,
+            items=request.items,
         )
 
     def _taken(

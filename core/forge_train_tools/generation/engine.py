@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -14,16 +14,21 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError, ForgeError
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
+from forge_train_kit.data.items import PromptItems, no_items, padded
 
+from ..offline.logits import continues
 from .drafting import Drafts, Guessing, chosen
-from .forwards import Forwards
+from .forwards import Call, Forwards
 from .memory import Memory, OneByOne, memory_for
 
 log = logging.getLogger("forge_train")
 
 
 class Row(Protocol):
-    """A request while it is generated. Over several ranks, each has its own copy of every row."""
+    """A request while it is generated. Over several ranks, each has its own copy of every row.
+
+    A row whose prompt has images or other items among its tokens has them as `items` (`PromptItems`).
+    """
 
     number: int
     """Of the request."""
@@ -115,6 +120,7 @@ class _Run:
         self._replicas = [_Replica() for _ in range(job.dist.data_ranks)]
         self._mine = self._replicas[job.dist.data_rank]
         self._forwards = Forwards(job, model)
+        self._no_items = no_items(job)
         self._memory: Memory | None = None
         ranks = job.dist.gather_objects((job.dist.data_rank, self._forwards.sees_logits))
         self._leaders = [ranks.index((replica, True)) for replica in range(job.dist.data_ranks)]
@@ -140,6 +146,11 @@ class _Run:
         most = max(len(replica.waiting) for replica in self._replicas)
         if not most:
             return
+        if not continues(self._job) and any(_items(row) for one in self._replicas for row in one.waiting):
+            raise ConfigError(
+                "A model that reads its whole text for each token can't keep images or other items; use an attention "
+                "kernel with offsets."
+            )
         if self._memory is None:
             places, longest = max(len(self._mine.waiting), 1), max(map(_length, self._mine.waiting), default=1)
             if self._drafts:
@@ -153,13 +164,23 @@ class _Run:
             row = self._mine.waiting[at] if at < len(self._mine.waiting) else None
             place = len(self._mine.active) + at
             call = self._memory.begin(place, row.ids, _length(row)) if row else self._memory.idle()
-            logits = self._forwards(call)
+            logits = self._forwards(self._with_items(call, row))
             found.append(None if logits is None or row is None else logits[0])
         begun = [[*replica.waiting] for replica in self._replicas]
         for replica in self._replicas:
             replica.active += replica.waiting
             replica.waiting.clear()
         yield from self._chosen(begun, found)
+
+    def _with_items(self, call: Call, row: Row | None) -> Call:
+        """The first forward of a row with its items. All ranks run the encoders, whichever have some."""
+        if not self._no_items:
+            return call
+        length = call.ids.shape[1]
+        items = _items(row) if row else None
+        found = items.read(length) if items else {name: none(length) for name, none in self._no_items.items()}
+        extras = {name: torch.from_numpy(one).to(self._job.device) for name, one in padded([found]).items()}
+        return replace(call, items=extras)
 
     def _continue(self) -> Iterator[Row]:
         if self._memory is None or not any(replica.active for replica in self._replicas):
@@ -236,6 +257,11 @@ def generating(model: Model) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         model.free_gathered()
+
+
+def _items(row: Row) -> PromptItems | None:
+    found: PromptItems | None = getattr(row, "items", None)
+    return found
 
 
 def _length(row: Row) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Call:
     """Rows that count."""
     then: Callable[[Tensor], None] | None = None
     """Is given the hidden states, where the model is in one part."""
+    items: Mapping[str, Tensor] = field(default_factory=dict)
+    """Extras of a batch, for a model that takes more than text."""
 
 
 class Forwards:
@@ -64,7 +66,9 @@ class Forwards:
     def _found_by(self, call: Call) -> Tensor | None:
         if self._executor is None:
             (part,) = self._parts
-            more: dict[str, Any] = {} if call.positions is None else {"position_ids": call.positions}
+            more: dict[str, Any] = {**call.items}
+            if call.positions is not None:
+                more["position_ids"] = call.positions
             if call.caches is not None:
                 more["cache"] = call.caches[0]
             with self._interventions.applied():
@@ -74,7 +78,8 @@ class Forwards:
                 call.then(hidden)
             return logits
         self._call, self._found = call, None
-        self._executor.evaluate(Batch(call.ids, torch.full_like(call.ids, MASKED), position_ids=call.positions))
+        labels = torch.full_like(call.ids, MASKED)
+        self._executor.evaluate(Batch(call.ids, labels, position_ids=call.positions, extras=call.items))
         return self._found
 
     def logits(self, part: nn.Module, hidden: Tensor, rows: int) -> Tensor:

@@ -16,6 +16,7 @@ from forge_train.loop.assembly import prepared
 from forge_train.plugin.job import Job
 from forge_train.store.manifest import hash_of
 from forge_train_kit import hookspecs
+from forge_train_kit.data.items import prompts_of
 
 from ..configuration.request import Request
 from ..inference.identity import values_of, weights_of
@@ -231,6 +232,7 @@ def _requests(asked: Generation, opened: Opened) -> tuple[Requests, Callable[[],
         longest=longest(opened.model),
         tokenizer=hookspecs.tokenizer(opened.job),
         chats=chats,
+        items=prompts_of(opened.job),
     )
     return found, chats
 

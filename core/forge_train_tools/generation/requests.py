@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from forge_train.base.errors import ConfigError, nearest
 from forge_train_kit.data.formats import utf8
+from forge_train_kit.data.items import ItemPrompts, PromptItems
 from forge_train_kit.tokenizer import Tokenizer
 
 from ..inference.encoding import ID
@@ -31,6 +33,10 @@ _BESIDE = {
 }
 """Fields that a user may take for options beside a prompt, and what to do: they would change nothing."""
 _OF_CHATS = ("system", "tools")
+ITEMS = ("images", "image", "videos", "video", "audios", "audio")
+"""Fields of records that a user expects a model to see or to hear."""
+_Encoded = tuple[list[int], "PromptItems | None"]
+"""Tokens of a prompt, and its items."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class Request:
     draw: int
     """The number that it is known by to the draws."""
     chat: bool
+    items: PromptItems | None = None
+    """Images and the like among the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +72,7 @@ class Requests:
         longest: tokens that the model reads at once; None for any number.
         tokenizer: of the model.
         chats: opens its chat template, once one is needed.
+        items: encodes prompts with items; None if the model takes text alone.
     """
 
     given: Sequence[str | Mapping[str, Any]]
@@ -75,6 +84,7 @@ class Requests:
     longest: int | None
     tokenizer: Tokenizer
     chats: Callable[[], ChatPrompts]
+    items: ItemPrompts | None = None
 
     @property
     def digest(self) -> str:
@@ -85,18 +95,18 @@ class Requests:
     def _records(self) -> Records:
         return Records(self.files, KEY)
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-        """Yield number, place and content of each record from number `start` on.
+    def read(self, start: int = 0) -> Iterator[tuple[int, str, Mapping[str, Any], str]]:
+        """Yield number, place and content of each record from number `start` on, and the folder of its paths.
 
         Raises:
             ConfigError: naming the file and the place of what can't be read.
         """
         if self.files:
-            yield from self._records.read(start)
+            yield from self._records.with_folders(start)
             return
         for number, one in enumerate(self.given[start:], start):
             where = "The prompt" if len(self.given) == 1 else f"Prompt {number + 1}"
-            yield number, where, ({self.field or PROMPT: one} if isinstance(one, str) else one)
+            yield number, where, ({self.field or PROMPT: one} if isinstance(one, str) else one), str(Path.cwd())
 
     def check(self) -> tuple[int, bool]:
         """Look at every record, as `request` does; gives their number, and whether one is a chat.
@@ -112,7 +122,7 @@ class Requests:
             raise ConfigError(f"{KEY}: {', '.join(self.files)} has no record.")
         return count, chat
 
-    def request(self, number: int, where: str, record: Mapping[str, Any]) -> Request:
+    def request(self, number: int, where: str, record: Mapping[str, Any], folder: str) -> Request:
         """A record as tokens.
 
         Raises:
@@ -120,30 +130,38 @@ class Requests:
         """
         sampling, cut = self._sampling(record, where), 0
         chat = self.chat or (not self.field and record.get(MESSAGES) is not None)
-        versions = self._versions(record, where, chat=chat)
-        ids = next(versions)
+        versions = self._versions(record, where, folder, chat=chat)
+        ids, items = next(versions)
         if self.longest is not None and len(ids) >= self.longest:
             if self.long == "refuse":
                 raise ConfigError(
                     f"{where}: has {len(ids):,} tokens, and the model reads {self.longest:,} at once, with what it "
                     "generates. Shorten it, or cut such prompts on their left: --long left."
                 )
-            kept = self._cut(ids, versions, self.longest - sampling.tokens, where, chat=chat)
-            ids, cut = kept, len(ids) - len(kept)
+            if items and items.placed and not chat:
+                raise ConfigError(
+                    f"{where}: is too long, and a prompt with images or other items is not cut; shorten it."
+                )
+            before = len(ids)
+            ids, items = self._cut(ids, versions, self.longest - sampling.tokens, where, chat=chat)
+            cut = before - len(ids)
         draw = 0 if SEED in (record.get(OWN) or ()) else number
-        return Request(number, record.get(ID), tuple(ids), cut, sampling, draw, chat)
+        return Request(number, record.get(ID), tuple(ids), cut, sampling, draw, chat, items)
 
-    def _versions(self, record: Mapping[str, Any], where: str, *, chat: bool) -> Iterator[list[int]]:
+    def _versions(self, record: Mapping[str, Any], where: str, folder: str, *, chat: bool) -> Iterator[_Encoded]:
         """The tokens of the prompt; of a chat, then without its oldest turns."""
+        entries = self._entries(record, where)
         if not chat:
             if unread := next((name for name in _OF_CHATS if name != self.field and record.get(name)), None):
                 raise ConfigError(
                     f"{where}: {unread!r} beside the prompt is read of chats only; add --chat, or give it another name."
                 )
-            yield self._encoded(_text(record, self.field, where), where, whole=False)
+            text = self._placed(_text(record, self.field, where), entries)
+            yield self._encoded(text, entries, where, folder, whole=False)
             return
+        record = {name: value for name, value in record.items() if name.removesuffix("s") not in entries}
         if self.field or record.get(MESSAGES) is None:
-            said = {"role": "user", "content": _text(record, self.field, where)}
+            said = {"role": "user", "content": self._placed(_text(record, self.field, where), entries)}
             others = {name: value for name, value in record.items() if name != (self.field or PROMPT)}
             record = {**others, MESSAGES: [said]}
         elif record.get(PROMPT) is not None:
@@ -154,19 +172,41 @@ class Requests:
                 text = self.chats().render(found, tools)
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
-            yield self._encoded(text, where, whole=True)
+            yield self._encoded(text, self.items.last(text, entries) if self.items else {}, where, folder, whole=True)
 
-    def _encoded(self, text: str, where: str, *, whole: bool) -> list[int]:
+    def _entries(self, record: Mapping[str, Any], where: str) -> dict[str, list[Any]]:
+        """The items of a record, by modality.
+
+        Raises:
+            ConfigError: there are some, and the model takes text alone.
+        """
+        if self.items is not None:
+            return self.items.entries(record, "", where)
+        if self.chat or self.field or record.get(MESSAGES) is None:
+            for name in ITEMS:
+                if record.get(name):
+                    raise ConfigError(f"{where}: {name!r} is not read: this model takes text alone.")
+        return {}
+
+    def _placed(self, text: str, entries: Mapping[str, list[Any]]) -> str:
+        return text if self.items is None else self.items.with_placeholders(text, entries)
+
+    def _encoded(
+        self, text: str, entries: Mapping[str, list[Any]], where: str, folder: str, *, whole: bool
+    ) -> _Encoded:
         try:
-            return encode(self.tokenizer, text, whole=whole)
+            if self.items is None:
+                return encode(self.tokenizer, text, whole=whole), None
+            return self.items.place(encode(self.items.tokenizer, text, whole=whole), entries, where, folder)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            told = str(error)
+            raise ConfigError(told if told.startswith(where) else f"{where}: {told}") from error
 
-    def _cut(self, ids: list[int], shorter: Iterator[list[int]], most: int, where: str, *, chat: bool) -> list[int]:
+    def _cut(self, ids: list[int], shorter: Iterator[_Encoded], most: int, where: str, *, chat: bool) -> _Encoded:
         """The prompt's last tokens, after the tokenizer's beginning; of a chat, its last turns."""
-        begin = len(self.tokenizer.begin)
+        begin, items = len(self.tokenizer.begin), None
         if chat:
-            ids = next((one for one in shorter if len(one) <= most), [])
+            ids, items = next((one for one in shorter if len(one[0]) <= most), ([], None))
         elif most > begin:
             ids = [*ids[:begin], *ids[begin - most :]]
         else:
@@ -177,7 +217,7 @@ class Requests:
                 f"{where}: is too long, and {part} leaves no room for the tokens to generate: the model reads "
                 f"{self.longest:,} at once. Ask for fewer: --tokens."
             )
-        return ids
+        return ids, items
 
     def _sampling(self, record: Mapping[str, Any], where: str) -> Sampling:
         if beside := [name for name in _BESIDE if name != self.field and record.get(name) is not None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
+from forge_train_kit.data.items import PromptItems
 from forge_train_kit.tokenizer import Tokenizer
 
 from .draws import uniform
@@ -45,6 +46,7 @@ class TextRow:
         longest: tokens that the model reads at once; None for any number.
         request: number of the request and of its sample, for the draws.
         scored: whether to keep the log-probabilities of what is chosen.
+        items: images and the like among the prompt's tokens.
 
     Raises:
         ConfigError: the prompt leaves no room.
@@ -61,8 +63,9 @@ class TextRow:
         longest: int | None = None,
         request: tuple[int, int] = (0, 0),
         scored: bool = False,
+        items: PromptItems | None = None,
     ) -> None:
-        self.number, self.ids, self.prompt = number, list(ids), len(ids)
+        self.number, self.ids, self.prompt, self.items = number, list(ids), len(ids), items
         self.most = sampling.tokens if longest is None else min(sampling.tokens, room(len(ids), longest))
         self.done = False
         self.stopped: Stopped = ""

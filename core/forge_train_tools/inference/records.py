@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -56,14 +57,18 @@ class Records:
         Raises:
             ConfigError: naming the file and the place of what can't be read.
         """
+        return ((number, where, record) for number, where, record, _ in self.with_folders(start))
+
+    def with_folders(self, start: int = 0) -> Iterator[tuple[int, str, Mapping[str, Any], str]]:
+        """Yield the same, each with the folder of its file."""
         return islice(self._all(), start, None)
 
-    def _all(self) -> Iterator[Placed]:
+    def _all(self) -> Iterator[tuple[int, str, Mapping[str, Any], str]]:
         number = 0
         for file in self.files:
-            form = lookup(file.suffix, file.label)
+            form, folder = lookup(file.suffix, file.label), posixpath.dirname(file.address)
             for place, record in form.read(file, whole(form.parts(file))):
-                yield number, file.at(place), record
+                yield number, file.at(place), record, folder
                 number += 1
 
 

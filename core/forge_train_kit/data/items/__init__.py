@@ -4,6 +4,19 @@ from .extras import RowItems, item_axes, padded
 from .fields import ItemFields
 from .kept import Kept
 from .marks import MarkingTokenizer
+from .prompts import ItemPrompts, PromptItems, no_items, prompts_of
 from .rows import ItemRows
 
-__all__ = ["ItemFields", "ItemRows", "Kept", "MarkingTokenizer", "RowItems", "item_axes", "padded"]
+__all__ = [
+    "ItemFields",
+    "ItemPrompts",
+    "ItemRows",
+    "Kept",
+    "MarkingTokenizer",
+    "PromptItems",
+    "RowItems",
+    "item_axes",
+    "no_items",
+    "padded",
+    "prompts_of",
+]

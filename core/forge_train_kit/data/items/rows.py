@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from forge_train import ConfigError
 from forge_train.base.files import is_remote
 
-from ...modalities import Item, ItemSource
+from ...modalities import Item, ItemSource, Modality
 from ..documents import Documents, Int64
 from ..fit import Long, fitted
 from ..rows import Arrays, PackedRows
@@ -134,35 +134,7 @@ class ItemRows(PackedRows):
             at += length
 
     def _items(self, row: int) -> Mapping[str, RowItems]:
-        fields = self._fields
-        values: dict[str, list[NDArray[Any]]] = {name: [] for name in fields.modalities}
-        found = fields.none(self._sequence)
-        grids: dict[str, list[tuple[int, int, int]]] = {name: [] for name in fields.modalities}
-        vectors = dict.fromkeys(fields.modalities, 0)
-        for source, one, at in self.inside(row):
-            item = self._decoded(source, one)
-            values[one.modality].append(item.values)
-            grids[one.modality].append(one.grid)
-            first = vectors[one.modality]
-            found[one.modality].places[at : at + one.length] = np.arange(first, first + one.length)
-            vectors[one.modality] += one.vectors
-        return {
-            name: replace(found[name], values=np.concatenate(values[name]), grids=np.array(grids[name], np.int64))
-            if values[name]
-            else found[name]
-            for name in found
-        }
-
-    def _decoded(self, source: ItemSource, one: Noted) -> Item:
-        modality = self._fields.modalities[one.modality]
-        item: Item = called(modality, "read", source)
-        grid, shape = tuple(item.grid), (math.prod(one.grid), modality.features)
-        if grid != one.grid or item.values.shape != shape:
-            raise ConfigError(
-                f"{source}: has a grid of {grid} and values of {list(item.values.shape)}, and the record was prepared "
-                f"for {one.grid} and {list(shape)}: restore the file, or touch the data file to prepare it again."
-            )
-        return item
+        return gathered(self._fields, self.inside(row), self._sequence)
 
     def _check(self, sequence: int, long: Long, key: str) -> None:
         """Refuse a record that is longer than a row, or an item that no row can hold.
@@ -188,3 +160,42 @@ class ItemRows(PackedRows):
                         f"and a row has {sequence:,} tokens (train.sequence); choose {key}.long = 'drop' to leave "
                         "such records out."
                     )
+
+
+def gathered(fields: ItemFields, placed: Iterable[tuple[ItemSource, Noted, int]], sequence: int) -> dict[str, RowItems]:
+    """Decode the items of a row, of all modalities.
+
+    Args:
+        fields: of the items.
+        placed: each with its place, and its position in the row.
+        sequence: tokens in the row.
+
+    Raises:
+        ConfigError: naming the item that can't be read.
+    """
+    values: dict[str, list[NDArray[Any]]] = {name: [] for name in fields.modalities}
+    grids: dict[str, list[tuple[int, int, int]]] = {name: [] for name in fields.modalities}
+    vectors, found = dict.fromkeys(fields.modalities, 0), fields.none(sequence)
+    for source, one, at in placed:
+        values[one.modality].append(_decoded(fields.modalities[one.modality], source, one).values)
+        grids[one.modality].append(one.grid)
+        first = vectors[one.modality]
+        found[one.modality].places[at : at + one.length] = np.arange(first, first + one.length)
+        vectors[one.modality] += one.vectors
+    return {
+        name: replace(empty, values=np.concatenate(values[name]), grids=np.array(grids[name], np.int64))
+        if values[name]
+        else empty
+        for name, empty in found.items()
+    }
+
+
+def _decoded(modality: Modality, source: ItemSource, one: Noted) -> Item:
+    item: Item = called(modality, "read", source)
+    grid, shape = tuple(item.grid), (math.prod(one.grid), modality.features)
+    if grid != one.grid or item.values.shape != shape:
+        raise ConfigError(
+            f"{source}: has a grid of {grid} and values of {list(item.values.shape)}, and the record was prepared "
+            f"for {one.grid} and {list(shape)}: restore the file, or touch the data file to prepare it again."
+        )
+    return item

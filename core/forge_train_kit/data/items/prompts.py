@@ -1,0 +1,130 @@
+"""Prompts with items, as models read them."""
+
+from __future__ import annotations
+
+import posixpath
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forge_train.base.files import is_remote
+
+from ... import hookspecs
+from ...enabled_modalities import enabled_modalities
+from ...modalities import ItemSource
+from ..file import File
+from .extras import RowItems
+from .fields import ItemFields, Noted, Table
+from .kept import Kept
+from .marks import MarkingTokenizer
+from .rows import gathered
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+
+@dataclass(frozen=True)
+class PromptItems:
+    """Items of a prompt, not decoded yet."""
+
+    fields: ItemFields
+    placed: tuple[tuple[ItemSource, Noted, int], ...] = ()
+    """Each with its place, and its position in the prompt."""
+
+    def read(self, length: int) -> dict[str, RowItems]:
+        """Decode them, for a prompt of so many tokens.
+
+        Raises:
+            ConfigError: naming the item that can't be read.
+        """
+        return gathered(self.fields, self.placed, length)
+
+
+class ItemPrompts:
+    """Finds the items of prompts, and makes room for them among the tokens.
+
+    Bytes in records are kept in a temporary file as long as this lives.
+
+    Args:
+        job: of the model.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.fields = ItemFields(enabled_modalities(job), job.hooks.gives("fusion") == "token", "/")
+        self.tokenizer = MarkingTokenizer(hookspecs.tokenizer(job), self.fields.modalities.values())
+        """Gives a mark for each placeholder."""
+        self._folder = tempfile.TemporaryDirectory(prefix="forge-items-")
+        self._kept = Kept(Path(self._folder.name) / "prompts.items")
+
+    def with_placeholders(self, text: str, entries: Mapping[str, Sequence[Any]]) -> str:
+        """The text, after a placeholder for each item if it has none of that modality."""
+        for name, some in entries.items():
+            placeholder = self.fields.modalities[name].placeholder
+            if placeholder not in text:
+                text = placeholder * len(some) + text
+        return text
+
+    def entries(self, record: Mapping[str, Any], text: str, where: str) -> dict[str, list[Any]]:
+        """The items of a record, by modality.
+
+        Raises:
+            ConfigError: naming the record, if its fields hold no items, or items that the model does not take.
+        """
+        return self.fields.entries(record, text, where)
+
+    def place(
+        self, marked: Sequence[int], entries: Mapping[str, Sequence[Any]], where: str, folder: str
+    ) -> tuple[list[int], PromptItems]:
+        """Token ids with room for the items.
+
+        Args:
+            marked: what the tokenizer here gives for the prompt.
+            entries: its items, by modality, in the order of their placeholders.
+            where: the prompt, for messages.
+            folder: of relative paths.
+
+        Raises:
+            ConfigError: naming the prompt.
+        """
+        ids = np.asarray(marked, np.uint32)
+        learned = np.zeros(len(ids), np.uint8)
+        found = {name: [_absolute(one, folder) for one in some] for name, some in entries.items()}
+        (whole, _), (table, _) = self.fields.woven(ids, learned, found, self.tokenizer, File(where), "", self._kept)
+        placed = []
+        for one in Table.of(table).items:
+            path = f"/{one.path}" if one.path else self._kept.path_of_part()
+            span = (0, None) if one.offset < 0 else (one.offset, one.size)
+            placed.append((ItemSource(path, where, *span), one, one.start))
+        return whole.tolist(), PromptItems(self.fields, tuple(placed))
+
+    def last(self, text: str, entries: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """The last items, as many as a text has placeholders: those of a chat without its oldest turns."""
+        counts = {name: text.count(one.placeholder) for name, one in self.fields.modalities.items()}
+        return {name: list(some)[max(len(some) - counts[name], 0) :] for name, some in entries.items()}
+
+
+def _absolute(entry: Any, folder: str) -> Any:
+    """An entry whose path does not depend on a folder."""
+    if isinstance(entry, Mapping) and isinstance(path := entry.get("path"), str):
+        return {**entry, "path": _absolute(path, folder)}
+    plain = isinstance(entry, str) and not entry.startswith(("/", "data:", "file://")) and not is_remote(entry)
+    return posixpath.join(folder, entry) if plain and entry else entry
+
+
+def no_items(job: Job) -> dict[str, Callable[[int], RowItems]]:
+    """Modality of a job → what makes a row of so many tokens without items."""
+    return {name: partial(RowItems.none, one.features) for name, one in enabled_modalities(job).items()}
+
+
+def prompts_of(job: Job) -> ItemPrompts | None:
+    """For a model that takes items; None for one of text alone.
+
+    Raises:
+        ConfigError: two plugins give one modality.
+    """
+    return ItemPrompts(job) if enabled_modalities(job) else None

@@ -1,0 +1,122 @@
+"""Generation after prompts with items: what the whole text gives in one forward, side by side and file by file."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import items_data
+import tiny_models
+from forge_cli import forge, one_message
+from forge_train import ConfigError
+from forge_train_kit.data.items import ItemPrompts, padded
+from forge_train_tools.generation.engine import run
+from forge_train_tools.generation.generate import Generation, generate
+from forge_train_tools.generation.rows import TextRow
+from forge_train_tools.generation.sampling import Sampling
+
+SIZES = (2, 5, 3)
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scans")
+    items_data.write_scans(folder, SIZES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a model that takes scans."""
+    return tiny_models.trained(tmp_path_factory.mktemp("run"), plugins=("scans:Scans",))
+
+
+PROMPTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("<scan>is", ("0.npy",)),
+    ("no scan", ()),
+    ("a <scan> b <scan><scan>", ("1.npy", "2.npy", "0.npy")),
+    ("<scan>", ("2.npy",)),
+)
+
+
+def rows(job: Any, folder: Path) -> list[TextRow]:
+    prompts = ItemPrompts(job)
+    made = []
+    for number, (text, files) in enumerate(PROMPTS):
+        ids, items = prompts.place(prompts.tokenizer.encode(text), {"scan": list(files)}, "a prompt", str(folder))
+        rule = Sampling(tokens=9, temperature=0)
+        made.append(TextRow(number, ids, rule, prompts.tokenizer, scored=True, items=items))
+    return made
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("plugins", [(), ("moe",)])
+def test_tokens_are_those_of_a_whole_forward(scans: Path, slots: int, plugins: tuple[str, ...]) -> None:
+    job, model = tiny_models.composed("tokenizer.path=bytes", plugins=("scans:Scans", *plugins))
+    for row in run(job, model, iter(rows(job, scans)), slots=slots):
+        assert row.items is not None
+        ids = torch.tensor([row.ids])
+        extras = {name: torch.from_numpy(one) for name, one in padded([row.items.read(ids.shape[1])]).items()}
+        with torch.no_grad():
+            model.parts[0].eval()
+            found = model.parts[0].head(model(ids, **extras))[0].double().log_softmax(-1)
+        for at, choice in enumerate(row.choices):
+            place = row.prompt + at - 1
+            assert choice.model == pytest.approx(float(found[place, choice.id]), abs=1e-5)
+            assert choice.id == int(found[place, :257].argmax())
+    assert any(size > 1 for size in SIZES)
+
+
+def test_another_scan_gives_another_answer(trained: Path, scans: Path) -> None:
+    def scores(file: str) -> Any:
+        prompt = {"prompt": "<scan>The ", "scans": [str(scans / file)]}
+        rule = Sampling(tokens=3, temperature=0)
+        return generate(Generation(path=trained, prompts=(prompt,), sampling=rule, logprobs=True)).answers[0]
+
+    assert scores("0.npy") == scores("0.npy")
+    assert scores("0.npy").log_probabilities is not None
+    assert scores("0.npy").model_log_probabilities != scores("1.npy").model_log_probabilities
+
+
+def test_records_name_files_beside_them_and_bring_bytes(trained: Path, scans: Path) -> None:
+    content = items_data.encoded(items_data.scan(0, 2))
+    data = "data:application/octet-stream;base64," + base64.b64encode(content).decode()
+    records = [{"prompt": "<scan>The ", "scans": [one]} for one in ("0.npy", data)]
+    items_data.write_records(scans / "asked.jsonl", records)
+    out = scans / "answers.jsonl"
+    asked = ("generate", str(trained), "--from-file", str(scans / "asked.jsonl"), "--out", str(out))
+    assert not forge(*asked, "--tokens", "5", "--temperature", "0", "--logprobs").code
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert first | {"record": 1} == second
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "<scan>x", "scans": ["gone.npy"]}, r"The prompt: .*gone\.npy: No such file"),
+        ({"prompt": "<scan><scan>", "scans": ["0.npy"]}, "The prompt: the text has <scan> 2 times, and the record 1"),
+        ({"prompt": "<scan>x"}, "The prompt: the text has <scan> once, and the record 0 scans"),
+        ({"prompt": "x", "scans": "0.npy"}, r"The prompt: 'scans': expected a list of items"),
+    ],
+)
+def test_a_prompt_that_can_not_be_is_one_sentence(trained: Path, scans: Path, record: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        generate(Generation(path=trained, prompts=(record,)))
+    assert str(caught.value).count("The prompt") == 1
+
+
+def test_a_model_of_text_alone_refuses_images(tmp_path: Path) -> None:
+    run_ = tiny_models.trained(tmp_path)
+    said = forge("generate", run_, "--prompt", "x", "--image", "cat.png")
+    assert one_message(said, 2) == "The prompt: 'images' is not read: this model takes text alone."
+
+
+def test_broken_scans_are_told(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.npy").write_bytes(b"broken")
+    with pytest.raises(ConfigError, match=r"bad\.npy: a broken scan"):
+        generate(Generation(path=trained, prompts=({"prompt": "<scan>", "scans": [str(tmp_path / "bad.npy")]},)))
