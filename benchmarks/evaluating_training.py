@@ -26,9 +26,10 @@ import textwrap
 import torch
 from evaluating import TASKS, write_tasks
 
-from forge_train import Evaluator, Loader, Model
+from forge_train import Loader, Model
 from forge_train.step.forward import Evaluations, Forward
 from forge_train_kit import evaluators
+from forge_train_kit.contract import Evaluator
 from forge_train_tools import train
 from forge_train_tools.generation.forwards import Forwards
 

@@ -15,7 +15,7 @@ from forge_train_tools.configuration.comments import field_docs
 GROUPS = {
     "Plugins and their options": "Plugin hookimpl hookspec HookSpec section Gt Ge Lt Le Volatile FilePath Problem",
     "The run": "Axis Job Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
-    "The model and what changes it": "Model Phase Transform Applied swap Init",
+    "The model and what changes it": "Model Phase Transform Applied Init",
     "Inside the model": "attach_loss",
     "Errors": "ForgeError ConfigError PluginError CommunicationError DivergedError Failure",
 }
@@ -30,8 +30,8 @@ OF_A_JOB = {
 """Classes of `Job`'s attributes, which `forge_train` does not export → modules for annotations."""
 REST = "Protocols of slots and chains"
 KIT = (
-    "layers capabilities heads losses tokenizer sections facts specialisation model optim metrics pipeline tracking "
-    "activations state_map hf weights stores.elsewhere"
+    "contract layers modules capabilities heads losses tokenizer sections facts specialisation model optim metrics "
+    "pipeline tracking activations state_map hf weights stores.elsewhere"
 )
 """Modules of `forge_train_kit` with names for plugin authors."""
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import EvaluatedWeights, Gt, Lt, Model, Plugin, Span, SpanName, StepResult, hookimpl, section
+from forge_train import Gt, Lt, Model, Plugin, Span, SpanName, StepResult, hookimpl, section
+from forge_train_kit.contract import EvaluatedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor

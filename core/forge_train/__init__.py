@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     from .contract.events import Update as Update
     from .contract.model import ExtraModel as ExtraModel
     from .contract.model import Init as Init
-    from .contract.model import InitialWeights as InitialWeights
     from .contract.model import Model as Model
-    from .contract.protocols import EvaluatedWeights as EvaluatedWeights
-    from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
     from .contract.protocols import Loader as Loader
     from .contract.protocols import LossScale as LossScale
@@ -59,7 +56,6 @@ if TYPE_CHECKING:
     from .contract.transform import Applied as Applied
     from .contract.transform import Phase as Phase
     from .contract.transform import Transform as Transform
-    from .contract.transform import swap as swap
     from .mesh.axes import Axis as Axis
     from .plugin.job import Job as Job
     from .plugin.plugin import Plugin as Plugin
@@ -78,12 +74,11 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "contract.events": "Bins CheckpointEvent Evaluation Finished LogRecord Metric StepResult Update",
         "mesh.axes": "Axis",
         "plugin.job": "Job",
-        "contract.model": "ExtraModel Init InitialWeights Model",
+        "contract.model": "ExtraModel Init Model",
         "plugin.plugin": "Plugin hookimpl",
-        "contract.protocols": "EvaluatedWeights Evaluator Executor"
-        " Loader LossScale RolloutLoader Schedule Span SpanName Task",
+        "contract.protocols": "Executor Loader LossScale RolloutLoader Schedule Span SpanName Task",
         "plugin.specs": "HookSpec hookspec",
-        "contract.transform": "Applied Phase Transform swap",
+        "contract.transform": "Applied Phase Transform",
         "base.errors": "CommunicationError ConfigError DivergedError Failure ForgeError PluginError Problem",
     },
 )

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from forge_train.base.errors import ConfigError, PluginError
 from forge_train.contract.batch import Batch
 from forge_train.contract.events import Value
-from forge_train.contract.protocols import Evaluator, Loader
+from forge_train.contract.protocols import Loader
 from forge_train.plugin import hookspecs
 from forge_train.step import forward as kernel
 from forge_train.step.aggregate import Metrics
 from forge_train.step.forward import Forward, HeldOut, close
 
+from .contract import Evaluator
 from .hookspecs import evaluators
 
 

@@ -12,11 +12,13 @@ from torch import nn
 from forge_train.base.errors import ConfigError, PluginError
 from forge_train.base.format import format_list
 from forge_train.contract.model import Model
-from forge_train.contract.transform import HOOK_TABLES, Applied
+from forge_train.contract.transform import Applied
 from forge_train.mesh.axes import EXPERT
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import without
 from forge_train.plugin.job import Job
+
+from .modules import HOOK_TABLES
 
 
 @dataclass
@@ -74,7 +76,8 @@ def check_transformed(
     kept = {(path, table, id(hook)) for path, table, hook in after.hooks}
     for path, table, hook in before.hooks:
         if (path, table, id(hook)) not in kept and _is_here(path, parts, job.dist.layout.stages):
-            raise PluginError(f"{who} lost a hook of module {path!r} ({table}); replace modules with forge_train.swap.")
+            way = "replace modules with forge_train_kit.modules.swap"
+            raise PluginError(f"{who} lost a hook of module {path!r} ({table}); {way}.")
     check_added(who, job.dist.layout, parts, added)
     retie()
     if cut := sorted(name for name, shape in after.shapes.items() if before.shapes.get(name, shape) != shape):

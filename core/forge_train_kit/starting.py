@@ -15,14 +15,14 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError, during, told_of
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.seal import weights_digest
-from forge_train.contract.model import InitialWeights, Model
-from forge_train.contract.protocols import EvaluatedWeights
+from forge_train.contract.model import Model
 from forge_train.loop import weights
 from forge_train.loop.resume import stateful
 from forge_train.plugin.job import Job
 from forge_train.run.run import is_checkpoint, is_run
 from forge_train.store.tree import split
 
+from .contract import EvaluatedWeights, InitialWeights
 from .foreign import resolve
 from .hookspecs import initial_weights
 from .stored import (

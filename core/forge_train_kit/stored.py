@@ -16,7 +16,6 @@ from forge_train.base.errors import ConfigError, PluginError
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.seal import weights_digest
 from forge_train.contract.model import Model
-from forge_train.contract.protocols import EvaluatedWeights
 from forge_train.loop.weights import Fit, compare_shapes, stored
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.plugin import hookspecs
@@ -24,6 +23,7 @@ from forge_train.plugin.job import Job
 from forge_train.store import tensors
 from forge_train.store.tree import MODEL
 
+from .contract import EvaluatedWeights
 from .returns import kind_of
 
 

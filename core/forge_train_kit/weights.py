@@ -12,10 +12,11 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError
 from forge_train.compose.initialise import local_window, tied_groups
-from forge_train.contract.model import InitialWeights, Model
+from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 from forge_train.store.shards import Box
 
+from .contract import InitialWeights
 from .format import format_lines
 from .state_map import Chain, Plan, StateMap, Step, View
 from .state_map.named import named

@@ -20,7 +20,8 @@ def guess(job: Job) -> float | None:
     """A guess, which the evaluation adds up."""
 '''
 ASKER = """
-from forge_train import Evaluator, Plugin, hookimpl
+from forge_train import Plugin, hookimpl
+from forge_train_kit.contract import Evaluator
 from guessing.hooks import guess
 
 

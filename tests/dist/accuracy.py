@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from forge_train import MASKED, Batch, Evaluator, Job, Model, Plugin, StepResult, hookimpl
+from forge_train import MASKED, Batch, Job, Model, Plugin, StepResult, hookimpl
 from forge_train.plugin import hookspecs
+from forge_train_kit.contract import Evaluator
 from forge_train_kit.model import full_tensor
 from forge_train_tools.offline.evaluate import worker
 from forge_train_tools.testing import run_forge

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forge_train import EvaluatedWeights, Span, SpanName, hookimpl
+from forge_train import Span, SpanName, hookimpl
 from forge_train_contrib.ema import EMA
+from forge_train_kit.contract import EvaluatedWeights
 from forge_train_plugins.data.text import Text
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train import EvaluatedWeights, Plugin, PluginError, Span, SpanName, StepResult, hookimpl
+from forge_train import Plugin, PluginError, Span, SpanName, StepResult, hookimpl
 from forge_train.plugin import hookspecs
 from forge_train_contrib.ema import EMA
+from forge_train_kit.contract import EvaluatedWeights
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import toys
-from forge_train import Applied, ConfigError, Init, Phase, Plugin, PluginError, Transform, hookimpl, swap
+from forge_train import Applied, ConfigError, Init, Phase, Plugin, PluginError, Transform, hookimpl
 from forge_train.compose.compose import Composition, compose, order
 from forge_train.compose.coverage import needed
 from forge_train.mesh.axes import CONFIGURED
@@ -23,6 +23,7 @@ from forge_train.mesh.layout import Layout
 from forge_train.registry.discovery import discover
 from forge_train_kit.covering import covers
 from forge_train_kit.invariants import check_added
+from forge_train_kit.modules import swap
 from forge_train_kit.specialisation import Specialisation
 from forge_train_tools.testing.environment import installed
 

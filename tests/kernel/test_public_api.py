@@ -27,7 +27,7 @@ from forge_train.mesh.layout import Layout
 pytestmark = pytest.mark.unit
 
 ARCHITECTURE = """
-Plugin section hookimpl Phase Transform Applied swap attach_loss Init Job Model Batch Update StepResult
+Plugin section hookimpl Phase Transform Applied attach_loss Init Job Model Batch Update StepResult
 CheckpointEvent Volatile Gt Ge Lt Le ForgeError ConfigError PluginError DivergedError
 """
 

@@ -19,7 +19,6 @@ from forge_train import (
     Batch,
     BatchPhase,
     ConfigError,
-    Evaluator,
     Phase,
     Plugin,
     PluginError,
@@ -32,6 +31,7 @@ from forge_train.contract import protocols
 from forge_train.plugin import hookspecs
 from forge_train.registry.declared import Specs
 from forge_train_kit import losses
+from forge_train_kit.contract import Evaluator
 from forge_train_kit.heads import Classes
 from forge_train_kit.hf import HFModel
 from forge_train_kit.returns import kind_of, results, returned

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import toys
-from forge_train import ConfigError, InitialWeights, Plugin, hookimpl
+from forge_train import ConfigError, Plugin, hookimpl
+from forge_train_kit.contract import InitialWeights
 from forge_train_kit.weights import fill_model
 
 pytestmark = pytest.mark.unit

@@ -33,21 +33,6 @@ class Init:
     values: Callable[[int], Tensor] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InitialWeights:
-    """The answer of `initial_weights`: the model is filled.
-
-    Args:
-        missing: weights of the model, of all pipeline stages, that keep their initial values.
-        unexpected: stored tensors that were left out.
-        source: the path that was read, if not the one in `train.init_from`, such as a run's newest checkpoint.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    source: str = ""
-
-
 class Model:
     """The model, as passed to `optimizer`, `executor` and `on_start`.
 

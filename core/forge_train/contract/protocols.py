@@ -5,13 +5,11 @@ Shapes are written `[batch, sequence, …]`. Importing this module imports no to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from .batch import Batch
-from .events import Metric
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -99,28 +97,6 @@ class Executor(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluator:
-    """An evaluation with data and metrics of its own (`evaluators`).
-
-    Every rank measures its own micro-batches; its metrics are over all of them, and over all ranks.
-    """
-
-    name: str
-    """Its metrics are `name.metric`."""
-    data: Callable[[], Loader]
-    """Makes this rank's loader, once; each evaluation starts from the loader's first state."""
-    measure: Callable[[nn.Module, Tensor, Batch], None]
-    """Updates the metrics with a batch, given the last part and what it gave."""
-    metrics: Mapping[str, Metric]
-    """Its metrics, by name."""
-    batches: int = 0
-    """Global batches to take; 0 is `train.evaluate_batches`, and a negative number none, where the loader measures by
-    itself (`RolloutLoader`)."""
-    due: Callable[[], bool] = lambda: True
-    """True if it takes part; asked on each rank before an evaluation of the run, with one answer on all."""
-
-
 class Schedule(Protocol):
     """`lr_schedule`: sets the learning rates; `step()` is called after every optimizer step that was not skipped."""
 
@@ -147,18 +123,3 @@ class LossScale(Protocol):
 SpanName = Literal["step", "forward_backward", "optimizer", "evaluate", "save"]
 Span = Callable[[], AbstractContextManager[Any]]
 """`around`: makes a context manager for one pass through the span."""
-
-
-@dataclass(frozen=True)
-class EvaluatedWeights:
-    """Span `evaluate` of a plugin that evaluates other weights than those trained, and says how to make them from a
-    checkpoint: `forge eval`, generation, exports, `train.init_from` and teachers then need neither plugin nor copy."""
-
-    span: Span
-    """Puts the weights in, and the trained ones back."""
-    terms: Mapping[str, float]
-    """Tensors of a checkpoint → their factors in a sum; `{name}` stands for a parameter's name. A parameter for which
-    a tensor is missing, such as a frozen one, is evaluated as it is."""
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        return self.span()

@@ -10,10 +10,11 @@ from typing import Any
 from forge_train.base.errors import ConfigError, ForgeError, describe
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import tied_groups
-from forge_train.contract.model import InitialWeights, Model
+from forge_train.contract.model import Model
 from forge_train.plugin.job import Hooks, Job
 
 from .. import foreign, hookspecs
+from ..contract import InitialWeights
 from ..format import format_lines
 from ..state_map import Step, View
 from ..state_map.views import Stored

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forge_train import Batch, Evaluator, Job, Metric, Model
+from forge_train import Batch, Job, Metric, Model
 from forge_train.base.errors import ConfigError
 from forge_train.checkpoint.state import random_state, set_random_state
 from forge_train_kit import hookspecs
+from forge_train_kit.contract import Evaluator
 from forge_train_kit.tokenizer import Tokenizer
 
 from ..generation import rows

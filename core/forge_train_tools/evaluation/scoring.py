@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from forge_train import MASKED, Batch, Job, Model
 from forge_train.base.errors import ConfigError
-from forge_train.contract.protocols import Evaluator
 from forge_train.step.forward import Forward
 from forge_train_kit import hookspecs
+from forge_train_kit.contract import Evaluator
 from forge_train_kit.evaluators import measure
 from forge_train_kit.model import full_tensor, sum_in_chunks, sum_of_slices
 from forge_train_kit.tokenizer import Tokenizer

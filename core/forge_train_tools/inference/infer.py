@@ -12,11 +12,11 @@ from typing import Any
 from forge_train.base.errors import ConfigError
 from forge_train.compose.compose import compose
 from forge_train.contract.model import Model
-from forge_train.contract.protocols import Evaluator
 from forge_train.loop.assembly import prepared
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import hookspecs
+from forge_train_kit.contract import Evaluator
 from forge_train_kit.evaluators import measure
 from forge_train_kit.starting import load_extra
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from forge_train.base.errors import ForgeError
 from forge_train.compose.compose import compose
 from forge_train.contract.batch import MASKED, Batch
-from forge_train.contract.protocols import Evaluator
 from forge_train.loop.assembly import prepared
 from forge_train.mesh.tensors import full_tensor, local
 from forge_train.plugin.job import Job
@@ -25,6 +24,7 @@ from forge_train_kit.activations import Layouts, Piece, Recorded, attention_weig
 from forge_train_kit.activations.heads import kernel_of
 from forge_train_kit.activations.modules import tensors_in
 from forge_train_kit.activations.whole import joined
+from forge_train_kit.contract import Evaluator
 from forge_train_kit.evaluators import measure
 from forge_train_kit.layers import AttentionOptions
 from forge_train_kit.model import sum_of_slices

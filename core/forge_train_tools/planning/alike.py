@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forge_train.base.errors import ConfigError
 from forge_train.compose.compose import Composition, compose
-from forge_train.contract.transform import HOOK_TABLES
 from forge_train.mesh.tensors import local
 from forge_train.plugin.job import Job
+from forge_train_kit.modules import HOOK_TABLES
 
 from ..facts import PER_UNIT
 from .growth import grown, rule

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from forge_train import (
     Batch,
     ConfigError,
-    Evaluator,
     FilePath,
     Ge,
     Gt,
@@ -28,6 +27,7 @@ from forge_train import (
 from forge_train.contract.protocols import Loader
 from forge_train_kit import hookspecs
 from forge_train_kit.capabilities import KernelCapabilities
+from forge_train_kit.contract import Evaluator
 from forge_train_kit.data.plugin import (
     DataPlugin,
     Packing,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_train import InitialWeights, Job, Model, Plugin, hookimpl
+from forge_train import Job, Model, Plugin, hookimpl
+from forge_train_kit.contract import InitialWeights
 
 
 class Pretrained(Plugin):

@@ -9,7 +9,8 @@ from forge_train import Ge, Plugin, Problem, Volatile, hookimpl, section
 
 if TYPE_CHECKING:
     from forge_train import Config as RunConfig
-    from forge_train import Evaluator, Job, Model, StepResult
+    from forge_train import Job, Model, StepResult
+    from forge_train_kit.contract import Evaluator
     from forge_train_tools.evaluation.during import TasksOfRun
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import EvaluatedWeights, Ge, Gt, Lt, Plugin, Problem, Schedule, Span, SpanName, hookimpl, section
+from forge_train import Ge, Gt, Lt, Plugin, Problem, Schedule, Span, SpanName, hookimpl, section
+from forge_train_kit.contract import EvaluatedWeights
 from forge_train_kit.sections import Beta, OptimizerSection
 
 if TYPE_CHECKING:

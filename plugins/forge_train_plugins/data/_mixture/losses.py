@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from forge_train import MASKED, Batch, Evaluator, Loader, Metric
+from forge_train import MASKED, Batch, Loader, Metric
 from forge_train.plugin import hookspecs
 from forge_train_kit import metrics
+from forge_train_kit.contract import Evaluator
 from forge_train_kit.data.loader import SOURCE, StreamLoader
 from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
 from forge_train_kit.losses import LABEL_WEIGHTS

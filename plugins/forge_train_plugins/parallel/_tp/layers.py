@@ -1,7 +1,8 @@
 """Realises each style: weights are split, forwards run on this rank's part, collectives run in hooks around them.
 
-A collective is a forward hook, so that it stays when a later transform replaces the module with `forge_train.swap`.
-The product itself is a class's `forward` on the local weights: DTensor would cost a millisecond of CPU per linear.
+A collective is a forward hook, so that it stays when a later transform replaces the module
+(`forge_train_kit.modules.swap`). The product itself is a class's `forward` on the local weights: DTensor would cost a
+millisecond of CPU per linear.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from forge_train import Evaluator, Plugin, hookimpl
+from forge_train import Plugin, hookimpl
+from forge_train_kit.contract import Evaluator
 
 
 class Selective(Plugin):

@@ -1,0 +1,69 @@
+"""The values that plugins exchange with the kit: answers of its hooks, and what it reads from those of the kernel's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forge_train.contract.batch import Batch
+from forge_train.contract.events import Metric
+from forge_train.contract.protocols import Loader, Span
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["EvaluatedWeights", "Evaluator", "InitialWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class InitialWeights:
+    """The answer of `initial_weights`: the model is filled.
+
+    Args:
+        missing: weights of the model, of all pipeline stages, that keep their initial values.
+        unexpected: stored tensors that were left out.
+        source: the path that was read, if not the one in `train.init_from`, such as a run's newest checkpoint.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """An evaluation with data and metrics of its own (`evaluators`).
+
+    Every rank measures its own micro-batches; its metrics are over all of them, and over all ranks.
+    """
+
+    name: str
+    """Its metrics are `name.metric`."""
+    data: Callable[[], Loader]
+    """Makes this rank's loader, once; each evaluation starts from the loader's first state."""
+    measure: Callable[[nn.Module, Tensor, Batch], None]
+    """Updates the metrics with a batch, given the last part and what it gave."""
+    metrics: Mapping[str, Metric]
+    """Its metrics, by name."""
+    batches: int = 0
+    """Global batches to take; 0 is `train.evaluate_batches`, and a negative number none, where the loader measures by
+    itself (`RolloutLoader`)."""
+    due: Callable[[], bool] = lambda: True
+    """True if it takes part; asked on each rank before an evaluation of the run, with one answer on all."""
+
+
+@dataclass(frozen=True)
+class EvaluatedWeights:
+    """Span `evaluate` of a plugin that evaluates other weights than those trained, and says how to make them from a
+    checkpoint: `forge eval`, generation, exports, `train.init_from` and teachers then need neither plugin nor copy."""
+
+    span: Span
+    """Puts the weights in, and the trained ones back."""
+    terms: Mapping[str, float]
+    """Tensors of a checkpoint → their factors in a sum; `{name}` stands for a parameter's name. A parameter for which
+    a tensor is missing, such as a frozen one, is evaluated as it is."""
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return self.span()
