@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forge_train.mesh.tensors import held_bytes, state_of
-from forge_train_kit.optim import AtRest, MatrixOptimizer, NarrowState
+from forge_train.mesh.tensors import held_bytes
+from forge_train_kit.optim import AtRest, MatrixOptimizer, NarrowState, state_of
 from forge_train_kit.sections import StateDtype
 from forge_train_plugins.optimizers._muon.newton_schulz import orthogonalise
 from forge_train_plugins.optimizers._muon.rule import Orthogonal

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from forge_train.base.files import is_remote, plain
-from forge_train_kit.stores.addresses import address_of
+from forge_train.base.files import plain
+from forge_train_kit.stores.addresses import address_of, is_remote
 
 
 class _Place(click.Path):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError, during, told_of
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.seal import weights_digest
 from forge_train.contract.model import Model
 from forge_train.loop import weights
 from forge_train.loop.resume import stateful
@@ -36,6 +35,7 @@ from .stored import (
     places,
     read,
     same,
+    weights_digest,
 )
 
 log = logging.getLogger("forge_train")

@@ -3,6 +3,7 @@ that a checkpoint is evaluated with."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -14,17 +15,26 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError, PluginError
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.seal import weights_digest
 from forge_train.contract.model import Model
 from forge_train.loop.weights import Fit, compare_shapes, stored
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train.store import tensors
+from forge_train.store.manifest import INDEX, SHARDS, inspect
 from forge_train.store.tree import MODEL
 
 from .contract import EvaluatedWeights
 from .returns import kind_of
+
+
+def weights_digest(path: Path) -> str:
+    """A hash of a checkpoint's tensors, from its manifest: copies have the same."""
+    sealed = inspect(path)
+    if isinstance(sealed, str):
+        raise ConfigError(f"{path}: not a whole checkpoint: {sealed}.")
+    files = sorted((n, e.hash) for n, e in sealed.files.items() if n == INDEX or n.endswith(SHARDS))
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,14 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from forge_train.base.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge_train.plugin.job import Job
+    from forge_train.registry.setup import Setup
+    from forge_train.run.run import Run
 
 _busy = threading.Lock()
 
@@ -54,3 +60,15 @@ def unchanged() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
+
+
+@contextmanager
+def prepared(setup: Setup, run: Run) -> Iterator[Job]:
+    """A job on the processes of a run, prepared: for whoever does not train."""
+    from forge_train.loop.assembly import joined, prepare_process
+    from forge_train.plugin.job import Job
+
+    with joined(setup) as dist:
+        job = Job.of(setup.config, setup.hooks, run, dist)
+        prepare_process(job)
+        yield job

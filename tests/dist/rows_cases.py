@@ -11,7 +11,6 @@ from torch import nn
 
 from forge_train import ForgeError
 from forge_train.compose.compose import compose
-from forge_train.loop.assembly import prepared
 from forge_train_kit.data.items import ItemPrompts
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
@@ -21,6 +20,7 @@ from forge_train_tools.generation.engine import run
 from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.launching.world import here
 from forge_train_tools.offline.read_only import ReadOnlyRun
+from forge_train_tools.process import prepared
 from generation_rows import Found, Greedy, requests, told
 
 MODEL = (

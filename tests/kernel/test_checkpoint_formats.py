@@ -13,8 +13,9 @@ import xxhash
 from forge_cli import forge
 from forge_train import ConfigError
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.seal import ALONE, weights_digest
+from forge_train.checkpoint.seal import ALONE
 from forge_train.store.manifest import FORMAT
+from forge_train_kit.stored import weights_digest
 from forge_train_tools.offline.dcp import import_dcp, old_digest
 from forge_train_tools.offline.examine import examine
 from saving import save_step

@@ -24,6 +24,7 @@ from forge_train.run.control import Control
 from forge_train.run.run import Run
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.launching.claim import digest
 from forge_train_tools.testing import Installed, installed
 
 pytestmark = [pytest.mark.unit]
@@ -78,7 +79,7 @@ def seen(setup: Setup, folder: Path) -> tuple[Any, ...]:
     return (
         [line["slot"] for line in report],
         report,
-        setup.config.digest(),
+        digest(setup.config),
         setup.config.plugins,
         list(setup.hooks.enabled),
         list(step.metrics),

@@ -20,6 +20,7 @@ from forge_train_tools.configuration.request import Request, lay, lay_file
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.configuration.toml import read
 from forge_train_tools.configuration.typed import read_text
+from forge_train_tools.launching.claim import digest
 from forge_train_tools.testing import Installed, installed
 
 pytestmark = pytest.mark.unit
@@ -516,7 +517,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, forge_plugins: Installed,
     assert second.config.sections == first.config.sections
     assert second.config.enabled() == first.config.enabled()
     assert second.config.values(volatile=False) == first.config.values(volatile=False)
-    assert second.config.digest() == first.config.digest()
+    assert digest(second.config) == digest(first.config)
     assert list(differences(first.config.values(), second.config.values())) == [("run.name", "mine", "")]
     if comments:
         assert "# How many.\ncount = 1 # integer ≥ 0\n" in file.read_text(encoding="utf-8")
@@ -536,9 +537,9 @@ def test_an_optional_slot_that_was_emptied_stays_empty(tmp_path: Path) -> None:
 
 
 def test_the_digest_knows_what_can_change_a_number(tmp_path: Path) -> None:
-    def digest(*plugins: Any, **config: Any) -> str:
+    def of(*plugins: Any, **config: Any) -> str:
         values = {key.replace("__", "."): value for key, value in config.items()}
-        return toys.setup(*plugins, folder=tmp_path, config=values).config.digest()
+        return digest(toys.setup(*plugins, folder=tmp_path, config=values).config)
 
     class Watcher(Plugin):
         @section
@@ -550,15 +551,15 @@ def test_the_digest_knows_what_can_change_a_number(tmp_path: Path) -> None:
         @hookimpl
         def on_log(self, record: Any) -> None: ...
 
-    plain = digest()
+    plain = of()
     for volatile in ({"log__every": 5}, {"run__name": "x"}, {"checkpoint__keep": 5}, {"train__evaluate_every": 2}):
-        assert digest(**volatile) == plain
+        assert of(**volatile) == plain
     for changed in ({"run__seed": 1}, {"train__steps": 5}, {"adamw__lr": 0.1}, {"toy_model__layers": 3}):
-        assert digest(**changed) != plain
-    assert digest(Watcher) == plain
-    assert digest(Watcher, watcher__size=2) == plain
-    assert digest("lion") != plain
-    assert digest(toys.Average) != plain
+        assert of(**changed) != plain
+    assert of(Watcher) == plain
+    assert of(Watcher, watcher__size=2) == plain
+    assert of("lion") != plain
+    assert of(toys.Average) != plain
 
 
 def test_values_and_their_origins(tmp_path: Path) -> None:

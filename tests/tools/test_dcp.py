@@ -18,8 +18,8 @@ import tiny_models
 from forge_cli import forge
 from forge_train import ConfigError
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.seal import ALONE, weights_digest
-from forge_train_kit.stored import Base
+from forge_train.checkpoint.seal import ALONE
+from forge_train_kit.stored import Base, weights_digest
 from forge_train_tools.offline.dcp import export_dcp, import_dcp
 from forge_train_tools.offline.differences import compare
 from forge_train_tools.offline.examine import examine

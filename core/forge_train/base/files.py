@@ -20,10 +20,6 @@ from .format import format_bytes
 from .strict_json import dumps, parse_json
 
 
-def is_remote(address: str) -> bool:
-    return "://" in address and not address.startswith("file://")
-
-
 def plain(place: str) -> str:
     """A path as it is, also where it is written as `file:///x`."""
     return place.removeprefix("file://")

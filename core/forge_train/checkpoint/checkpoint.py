@@ -6,7 +6,6 @@ It holds tensors (safetensors files and their index), `state.json` with everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from ..base.errors import ConfigError
@@ -23,10 +22,6 @@ from .reading import unusable
 from .seal import ALONE, verify
 from .seal import check as check  # noqa: PLC0414
 from .writing import prune as prune  # noqa: PLC0414
-from .writing import write as write  # noqa: PLC0414
-
-Locate = Callable[[Path, DistributedContext], Path]
-"""Path of a run or a checkpoint → the checkpoint, which is whole."""
 
 
 class NoCheckpointError(ConfigError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from ..base.errors import ConfigError
 from ..base.files import write_json
 from ..mesh.distributed import DistributedContext
 from ..mesh.layout import Layout
 from ..mesh.world import cores
-from ..store.manifest import ALGORITHM, FORMAT, INDEX, MANIFEST, SHARDS, Sealed, hash_of, hash_on_disk, inspect
+from ..store.manifest import ALGORITHM, FORMAT, MANIFEST, Sealed, hash_of, hash_on_disk, inspect
 
 ALONE = DistributedContext(Layout(), torch.device("cpu"))
 """This process by itself."""
@@ -91,15 +89,6 @@ def seal(
 
     dist.on_main(write)
     return sum(sizes.values())
-
-
-def weights_digest(path: Path) -> str:
-    """A hash of a checkpoint's tensors, from its manifest: copies have the same."""
-    sealed = inspect(path)
-    if isinstance(sealed, str):
-        raise ConfigError(f"{path}: not a whole checkpoint: {sealed}.")
-    files = sorted((n, e.hash) for n, e in sealed.files.items() if n == INDEX or n.endswith(SHARDS))
-    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def sync(folder: Path) -> None:

@@ -39,23 +39,6 @@ class Staged:
     shards: Shards
 
 
-def write(
-    target: Path,
-    step: int,
-    state: Mapping[str, Any],
-    dist: DistributedContext,
-    *,
-    beside: list[Path],
-    contents: Callable[[str], Tensor] | None = None,
-    editable: Sequence[str] = (),
-    files: MakeFiles | None = None,
-    replace: bool = True,
-) -> Saved:
-    """Write one checkpoint so that it appears whole or not at all; see `stage` and `commit`."""
-    staged = stage(target, step, state, dist, contents=contents, files=files)
-    return commit(staged, dist, beside=beside, editable=editable, replace=replace)
-
-
 def stage(
     target: Path,
     step: int,

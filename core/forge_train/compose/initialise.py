@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..base.errors import PluginError
 from ..contract.model import Init
-from ..mesh.tensors import held_bytes, local
+from ..mesh.tensors import held_bytes, local, window
 from ..mesh.world import World, cores
 
 ROWS = 64
@@ -193,15 +193,7 @@ def _seed(*parts: object) -> int:
 
 def local_window(tensor: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     """This rank's part of a tensor, and what it covers of each axis: from, up to."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor, [(0, size) for size in tensor.shape]
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not isinstance(tensor, DTensor):
-        return tensor, [(0, size) for size in tensor.shape]
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return local(tensor), [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+    return local(tensor), [*window(tensor)]
 
 
 def tied_groups(*parts: nn.Module) -> list[tuple[str, ...]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,11 +67,6 @@ class Config:
     def enabled(self) -> tuple[str, ...]:
         """Names of all enabled plugins, sorted."""
         return tuple(sorted(self.sections))
-
-    def digest(self) -> str:
-        """sha256 over everything that can change a number."""
-        names = [name for name in self.enabled() if name not in self.neutral]
-        return hashlib.sha256(json.dumps([names, self.values(volatile=False)], sort_keys=True).encode()).hexdigest()
 
 
 def is_volatile(section: type, key: str) -> bool:

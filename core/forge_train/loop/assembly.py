@@ -17,7 +17,6 @@ from ..mesh.world import World
 from ..plugin import hookspecs
 from ..plugin.job import Job
 from ..registry.setup import Setup
-from ..run.run import Run
 from ..step.step import Stepper, Watcher
 from .describe import plugin_list
 
@@ -34,15 +33,6 @@ def joined(setup: Setup) -> Iterator[DistributedContext]:
     with DistributedContext.join(layout, config.run.device, timeout=config.run.start_timeout, meet=setup.meet) as dist:
         dist.agree({**config.values(), **{f"plugin {entry['name']}": entry for entry in plugin_list(setup.hooks)}})
         yield dist
-
-
-@contextmanager
-def prepared(setup: Setup, run: Run) -> Iterator[Job]:
-    """A job on the processes of a run, prepared: for whoever does not train."""
-    with joined(setup) as dist:
-        job = Job.of(setup.config, setup.hooks, run, dist)
-        prepare_process(job)
-        yield job
 
 
 def prepare_process(job: Job) -> None:

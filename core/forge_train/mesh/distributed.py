@@ -195,10 +195,7 @@ class DistributedContext:
             try:
                 box[0] = function()
             except Exception as error:  # the others must hear of it, or they would wait for ever
-                known = isinstance(error, (ForgeError, OSError))
-                box[1] = error if known else RuntimeError(f"rank 0: {error!r}")
-                if not known:
-                    log.exception("rank 0 failed")
+                box[1] = sendable(error, self.rank)
         dist.broadcast_object_list(box, src=0, group=self.group)
         if box[1] is not None:
             raise box[1]
@@ -262,3 +259,11 @@ class DistributedContext:
                 lines.append(f"{key}: {mine!r} on rank 0, {next(iter(others.values()))!r} on rank {ranks}")
         if lines:
             raise ConfigError("The processes do not agree:\n  " + "\n  ".join(lines))
+
+
+def sendable(error: Exception, rank: int) -> Exception:
+    """Return what all processes raise for an error of one: a stranger's may not survive the way, and is logged here."""
+    if isinstance(error, (ForgeError, OSError)):
+        return error
+    log.error("rank %s failed", rank, exc_info=error)
+    return RuntimeError(f"rank {rank}: {error!r}")

@@ -32,6 +32,18 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def window(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """The range of each axis of a tensor that this rank's part covers: from, up to."""
+    if not hasattr(tensor, "device_mesh"):
+        return tuple((0, size) for size in tensor.shape)
+    # DTensor's own `__create_chunk_list__` (torch 2.13) gives the same, and imports all of its checkpoints.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """A DTensor gathered on every rank, with gradients; any other tensor as it is."""
     gather = getattr(tensor, "full_tensor", None)
@@ -65,8 +77,3 @@ def scale(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
         by_device.setdefault(held.device, []).append(held)
     for device, tensors in by_device.items():
         torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
-
-
-def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors of an optimizer's state, counts of steps among them."""
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -5,7 +5,6 @@ Ranks agree while training waits, and the files may be written while it goes on.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..base.errors import ForgeError, PluginError
-from ..mesh.distributed import DistributedContext
+from ..base.errors import PluginError
+from ..mesh.distributed import DistributedContext, sendable
+from ..mesh.tensors import local
 from ..mesh.world import cores
 from .index import Placed, entries_of, write_index
-from .shards import Shard, held, local, tiling_problem
+from .shards import Shard, held, tiling_problem
 from .tensor_files import Shapes, file_of, write_shards
-
-log = logging.getLogger("forge_train")
 
 PER_THREAD = 64 * 2**20
 """Bytes from which a rank writes with another thread, into another file."""
@@ -155,10 +153,7 @@ class Shards:
         except Exception as error:
             if dist.world == 1:
                 raise
-            if not isinstance(error, (ForgeError, OSError)):
-                log.exception("rank %s failed", dist.rank)
-                error = RuntimeError(f"rank {dist.rank}: {error!r}")
-            return _Written([], {}, error)
+            return _Written([], {}, sendable(error, dist.rank))
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,7 @@ def choose(
         mine, full = dist.through_main(here, together)
         plan = Plan(here, mine, shapes, full, size[0])
     assert plan is not None
-    return Shards(plan, lambda shard: contents(shard.name) if contents else local(tensors[shard.name]))
+    return Shards(plan, lambda shard: contents(shard.name) if contents else local(tensors[shard.name]).detach())
 
 
 def _everywhere(yes: bool, dist: DistributedContext) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -54,23 +54,11 @@ class Shard(NamedTuple):
 
 def held(name: str, tensor: Tensor) -> Shard | None:
     """This rank's shard of a tensor: all of it, unless it is a DTensor. None on a rank outside its mesh."""
-    shape = tuple(tensor.shape)
-    if not hasattr(tensor, "device_mesh"):
-        return Shard(name, whole(shape), shape, tensor.dtype)
-    if tensor.device_mesh.get_coordinate() is None:
+    if hasattr(tensor, "device_mesh") and tensor.device_mesh.get_coordinate() is None:
         return None
-    # DTensor's own `__create_chunk_list__` (torch 2.13) gives the same, and imports all of its checkpoints.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from ..mesh.tensors import window  # which imports torch
 
-    placements: Any = tensor.placements  # type: ignore[attr-defined]
-    length, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
-    return Shard(name, tuple((a, a + n) for a, n in zip(begin, length, strict=True)), shape, tensor.dtype)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The values of this rank's shard, without their history."""
-    values: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return values.detach()
+    return Shard(name, window(tensor), tuple(tensor.shape), tensor.dtype)
 
 
 def common(one: Box, other: Box) -> Box | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.errors import ConfigError, ForgeError
-from ..mesh.distributed import DistributedContext
+from ..base.errors import ConfigError
+from ..mesh.distributed import DistributedContext, sendable
+from ..mesh.tensors import local
 from .index import Entry, Index, Placed, read_index
-from .shards import Box, common, held, local, sizes, within
+from .shards import Box, common, held, sizes, within
 from .tensor_files import Place, described, key_in, pieces, stored_as
-
-log = logging.getLogger("forge_train")
 
 
 class _Part(NamedTuple):
@@ -47,10 +45,7 @@ def read(path: Path, tensors: Mapping[str, Tensor], dist: DistributedContext) ->
     except Exception as error:
         if dist.world == 1:
             raise
-        if not isinstance(error, (ForgeError, OSError)):
-            log.exception("rank %s failed", dist.rank)
-            error = RuntimeError(f"rank {dist.rank}: {error!r}")
-        problem = error
+        problem = sendable(error, dist.rank)
     if failed := next((one for one in dist.gather_objects(problem) if one is not None), None):
         raise failed
 
@@ -82,7 +77,7 @@ def _parts_of(path: Path, index: Index, tensors: Mapping[str, Tensor]) -> Iterab
         entry = index[name]
         if entry.shape != shard.shape:
             raise ConfigError(f"{path}: {name!r} has the shape {[*entry.shape]} there, and {[*shard.shape]} here.")
-        yield from _parts(name, entry, shard.box, local(tensor))
+        yield from _parts(name, entry, shard.box, local(tensor).detach())
 
 
 def _parts(name: str, entry: Entry, box: Box, target: Tensor) -> Iterable[_Part]:

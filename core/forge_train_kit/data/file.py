@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from forge_train import ConfigError
-from forge_train.base.files import is_remote
+
+from ..stores.addresses import is_remote
 
 PACKED = ("gz", "zst")
 """Suffixes of files that are unpacked while they are read."""

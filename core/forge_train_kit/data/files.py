@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.base.files import is_remote
 from forge_train.base.format import format_list
 
+from ..stores.addresses import is_remote
 from ..stores.remote import filesystem, patiently
 from .file import PACKED, File
 from .formats import kinds

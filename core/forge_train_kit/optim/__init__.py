@@ -5,7 +5,7 @@ fewer bits than the optimizer computes in. Importing it imports torch.
 from __future__ import annotations
 
 from .at_rest import AtRest, at_rest
-from .groups import decay_groups, decays, parameter_groups
+from .groups import decay_groups, decays, parameter_groups, state_of
 from .matrices import fused_rows, hidden_matrices
 from .matrix_optimizer import MatrixOptimizer
 from .narrow_state import NarrowState, narrowed
@@ -26,4 +26,5 @@ __all__ = [
     "hidden_matrices",
     "narrowed",
     "parameter_groups",
+    "state_of",
 ]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from forge_train.base.errors import ConfigError, nearest
 from forge_train.base.format import format_list
 
@@ -136,3 +138,8 @@ def _names(model: Model) -> dict[int, set[str]]:
 def _mesh(parameter: Any) -> Any:
     mesh: Any = getattr(parameter, "device_mesh", None)
     return (mesh.mesh_dim_names, tuple(mesh.shape)) if hasattr(mesh, "mesh_dim_names") else mesh
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state, counts of steps among them."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from forge_train import MASKED, Batch, ConfigError, Job
 from forge_train.base.files import write_json
-from forge_train.checkpoint.seal import weights_digest
 
 from .. import hookspecs
 from ..foreign import resolve
 from ..model import answers_of, row_log_probabilities
+from ..stored import weights_digest
 from .plugin import REFERENCE, ReferencePlugin
 
 TARGET = "reference_log_probability"

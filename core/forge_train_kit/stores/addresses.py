@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_train.base.files import is_remote, plain
+from forge_train.base.files import plain
 from forge_train.run.run import is_checkpoint, is_run
+
+
+def is_remote(address: str) -> bool:
+    return "://" in address and not address.startswith("file://")
 
 
 def address_of(place: str) -> str:

@@ -13,7 +13,6 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.files import check_new, disk_errors, write_whole
 from forge_train.base.strict_json import dumps
 from forge_train.compose.compose import compose
-from forge_train.loop.assembly import prepared
 from forge_train.run.run import is_run
 from forge_train_kit.format import format_plural
 from forge_train_kit.starting import load_extra
@@ -23,6 +22,7 @@ from ..launching.once import launch_once
 from ..launching.world import here
 from ..offline.opening import Source, run_folder
 from ..offline.read_only import ReadOnlyRun
+from ..process import prepared
 from . import results
 from .asking import Asked
 from .generating import Generation

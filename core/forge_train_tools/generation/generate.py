@@ -12,7 +12,6 @@ from typing import Any
 
 from forge_train.base.errors import ConfigError
 from forge_train.compose.compose import compose
-from forge_train.loop.assembly import prepared
 from forge_train.plugin.job import Job
 from forge_train.store.manifest import hash_of
 from forge_train_kit import hookspecs
@@ -26,6 +25,7 @@ from ..launching.world import here
 from ..offline.adapted import add_adapters
 from ..offline.opening import Opened, Source, run_folder
 from ..offline.read_only import ReadOnlyRun
+from ..process import prepared
 from ..sources import continuing
 from . import drafting
 from .answers import Answer, Answering

@@ -6,11 +6,11 @@ import hashlib
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
-from forge_train.checkpoint.seal import weights_digest
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.plugin.job import Job
 from forge_train.store.manifest import hash_of
 from forge_train_kit.own_sections import model_plugins
+from forge_train_kit.stored import weights_digest
 
 from ..offline.opening import Source
 

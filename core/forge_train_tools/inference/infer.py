@@ -12,7 +12,6 @@ from typing import Any
 from forge_train.base.errors import ConfigError
 from forge_train.compose.compose import compose
 from forge_train.contract.model import Model
-from forge_train.loop.assembly import prepared
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import hookspecs
@@ -24,6 +23,7 @@ from ..launching.once import launch_once
 from ..launching.world import here
 from ..offline.opening import Source, run_folder
 from ..offline.read_only import ReadOnlyRun
+from ..process import prepared
 from .asked import Inference, InferenceOptions, Inferred
 from .batches import Batches
 from .chats import Chats

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import shutil
@@ -102,7 +104,13 @@ def run_id(config: Config, notable: tuple[str, ...]) -> str:
     """`<preset or file>-<plugins of note>-<8 hex of the configuration>-<time>`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     what = os.fsencode("-".join([config.source, *notable[:4]]))[:LONGEST_NAME].decode(errors="ignore")
-    return f"{what}-{config.digest()[:8]}-{stamp}"
+    return f"{what}-{digest(config)[:8]}-{stamp}"
+
+
+def digest(config: Config) -> str:
+    """The sha256 over everything in a configuration that can change a number."""
+    names = [name for name in config.enabled() if name not in config.neutral]
+    return hashlib.sha256(json.dumps([names, config.values(volatile=False)], sort_keys=True).encode()).hexdigest()
 
 
 def claim(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from forge_train.base.errors import ForgeError
 from forge_train.compose.compose import compose
 from forge_train.contract.batch import MASKED, Batch
-from forge_train.loop.assembly import prepared
 from forge_train.mesh.tensors import full_tensor, local
 from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
@@ -35,6 +34,7 @@ from ..inference.batches import UNIT
 from ..launching.world import here
 from ..offline.opening import run_folder
 from ..offline.read_only import ReadOnlyRun
+from ..process import prepared
 from .asked import Looking
 from .found import lens_rows
 

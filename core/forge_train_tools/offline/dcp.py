@@ -24,7 +24,8 @@ from forge_train.base.files import check_new, load_json, regular_size
 from forge_train.base.format import format_list
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.reading import state_problem
-from forge_train.checkpoint.seal import ALONE, weights_digest
+from forge_train.checkpoint.seal import ALONE
+from forge_train.checkpoint.writing import commit, stage
 from forge_train.store.manifest import (
     DCP_INDEX,
     EDITABLE,
@@ -47,6 +48,7 @@ from forge_train.store.tree import MODEL, join, naming_problem
 from forge_train_kit import foreign
 from forge_train_kit.model_files import FOLDER
 from forge_train_kit.new_folder import claimed
+from forge_train_kit.stored import weights_digest
 
 from .dcp_folder import Folder
 from .hf_files import Exchanged, appearing
@@ -137,9 +139,8 @@ def import_dcp(source: Path, target: Path) -> Exchanged:
     beside = [source / name for name in BESIDE if (source / name).exists()]
     with claimed(target) as place:
         try:
-            checkpoint.write(
-                place, step, state, ALONE, beside=beside, contents=folder.read, editable=editable, replace=False
-            )
+            staged = stage(place, step, state, ALONE, contents=folder.read)
+            commit(staged, ALONE, beside=beside, editable=editable, replace=False)
         finally:
             shutil.rmtree(place.with_name(f".{place.name}.partial"), ignore_errors=True)
     shapes = {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.compose.compose import compose
-from forge_train.loop.assembly import prepared
 from forge_train.step.forward import Forward
 from forge_train_kit.evaluators import Evaluations
 from forge_train_kit.starting import load_extra
@@ -16,6 +15,7 @@ from forge_train_kit.stored import evaluated_weights
 
 from ..launching.once import launch_once
 from ..launching.world import here
+from ..process import prepared
 from .opening import Wanted, find, run_folder
 from .read_only import ReadOnlyRun
 

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import check_new, refused, write_json
 from forge_train.base.format import format_list
-from forge_train.checkpoint import checkpoint
+from forge_train.checkpoint.writing import commit, stage
 from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import Model
 from forge_train.loop.describe import plugin_list
@@ -226,17 +226,9 @@ class _Import:
 
 def _write(made: _Import, place: Path, beside: list[Path], filled: Callable[[Path, Files], Mapping[str, str]]) -> None:
     try:
-        checkpoint.write(
-            place,
-            0,
-            made.state,
-            made.job.dist,
-            beside=beside,
-            contents=made.read,
-            editable=(EDITABLE,),
-            files=lambda tensors: Files.of(tensors, alone=True, fill=filled),
-            replace=False,
-        )
+        files = partial(Files.of, alone=True, fill=filled)
+        staged = stage(place, 0, made.state, made.job.dist, contents=made.read, files=files)
+        commit(staged, made.job.dist, beside=beside, editable=(EDITABLE,), replace=False)
     finally:
         shutil.rmtree(place.with_name(f".{place.name}.partial"), ignore_errors=True)
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError, ForgeError
-from forge_train.base.files import check_new, is_remote
+from forge_train.base.files import check_new
 from forge_train.checkpoint import checkpoint, seal
 from forge_train.checkpoint.found import name_latest
 from forge_train.run.run import is_checkpoint, is_run
@@ -18,6 +18,7 @@ from forge_train.store import manifest
 from forge_train_kit import foreign
 from forge_train_kit.lock import Lock, take
 from forge_train_kit.new_folder import claimed
+from forge_train_kit.stores.addresses import is_remote
 from forge_train_kit.stores.fetching import locate
 from forge_train_kit.stores.remote_folder import RemoteFolder
 from forge_train_kit.stores.store import Store

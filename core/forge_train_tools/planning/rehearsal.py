@@ -24,10 +24,11 @@ from forge_train.contract.batch import Batch, MicroBatch
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Loader
 from forge_train.loop.assembly import build_stepper
-from forge_train.mesh.tensors import held_bytes, local, state_of
+from forge_train.mesh.tensors import held_bytes, local
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train.step.step import Watcher
+from forge_train_kit.optim import state_of
 
 from ..hookspecs import example_batch
 from .communication import Collective, Collectives

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 
 from forge_train.base.files import write_json
-from forge_train.loop.assembly import prepared
 from forge_train.mesh.world import World
 from forge_train.registry.setup import Setup
 from forge_train.run.run import Run
@@ -19,6 +18,7 @@ from forge_train.run.run import Run
 from ..configuration.request import Request
 from ..configuration.setup import resolve
 from ..facts import ROUNDS
+from ..process import prepared
 from .recording import Recording
 from .routing import tie_of
 from .watched import Watched

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.state import optimizer_state
+from forge_train.checkpoint.writing import commit, stage
 from forge_train.compose.initialise import local_window
 from forge_train.contract.batch import MicroBatch
 from forge_train.contract.events import CheckpointEvent, StepResult, Update
@@ -175,7 +175,7 @@ class Watched(Watcher):
 
     def _write(self, folder: Path) -> None:
         state = capture(self.stepper, self.progress, self.weights)
-        checkpoint.write(folder, self.progress.step, state, self.job.dist, beside=[])
+        commit(stage(folder, self.progress.step, state, self.job.dist), self.job.dist, beside=[])
 
     @contextlib.contextmanager
     def leaves_alone(self, kind: SideEffect, who: str = "") -> Iterator[None]:

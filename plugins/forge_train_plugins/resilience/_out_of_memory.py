@@ -11,11 +11,12 @@ import torch
 
 from forge_train import Finished, ForgeError, Job, Model
 from forge_train.base.format import format_bytes
-from forge_train.mesh.tensors import held_bytes, state_of
+from forge_train.mesh.tensors import held_bytes
 from forge_train.registry.discovery import discover
 from forge_train.step.aggregate import memory_gib
 from forge_train_kit.facts import SAVES
 from forge_train_kit.failures import phase_of
+from forge_train_kit.optim import state_of
 from forge_train_kit.source import Source
 
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.base.files import is_remote
 
 from ...modalities import ItemSource
+from ...stores.addresses import is_remote
 from ..file import File
 from .kept import Kept
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forge_train.base.files import is_remote
-
 from ... import hookspecs
 from ...enabled_modalities import enabled_modalities
 from ...modalities import ItemSource
+from ...stores.addresses import is_remote
 from ..file import File
 from .extras import RowItems
 from .fields import ItemFields, Noted, Table

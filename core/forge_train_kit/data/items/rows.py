@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
-from forge_train.base.files import is_remote
 
 from ...modalities import Item, ItemSource, Modality
+from ...stores.addresses import is_remote
 from ..documents import Documents, Int64
 from ..fit import Long, fitted
 from ..rows import Arrays, PackedRows

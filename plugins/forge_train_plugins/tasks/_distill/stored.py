@@ -17,12 +17,12 @@ from torch import Tensor
 from forge_train import MASKED, Batch, ConfigError, Job
 from forge_train.base.format import format_bytes
 from forge_train.checkpoint.checkpoint import resolve
-from forge_train.checkpoint.seal import weights_digest
 from forge_train.contract.batch import TOKENS
 from forge_train.step.forward import close
 from forge_train_kit import hookspecs
 from forge_train_kit.data.stages import sequences
 from forge_train_kit.facts import tuners
+from forge_train_kit.stored import weights_digest
 
 from ..distill import TEACHER
 from .divergence import top_of
