@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from forge_train import ExtraModel, FilePath, Ge, Gt, Job, Le, Lt, Problem, Task, Volatile, hookimpl, section
+from forge_train import FilePath, Ge, Gt, Job, Le, Lt, Problem, Task, Volatile, hookimpl, section
+from forge_train_kit.contract import ExtraModel
 from forge_train_kit.reference.plugin import ReferencePlugin, ReferenceSection
 
 if TYPE_CHECKING:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from .contract.events import Metric as Metric
     from .contract.events import StepResult as StepResult
     from .contract.events import Update as Update
-    from .contract.model import ExtraModel as ExtraModel
     from .contract.model import Init as Init
     from .contract.model import Model as Model
     from .contract.protocols import Executor as Executor
@@ -74,7 +73,7 @@ _WHERE, __getattr__, __dir__ = lazy_names(
         "contract.events": "Bins CheckpointEvent Evaluation Finished LogRecord Metric StepResult Update",
         "mesh.axes": "Axis",
         "plugin.job": "Job",
-        "contract.model": "ExtraModel Init Model",
+        "contract.model": "Init Model",
         "plugin.plugin": "Plugin hookimpl",
         "contract.protocols": "Executor Loader LossScale RolloutLoader Schedule Span SpanName Task",
         "plugin.specs": "HookSpec hookspec",

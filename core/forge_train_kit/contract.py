@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forge_train.contract.batch import Batch
@@ -14,7 +14,9 @@ from forge_train.contract.protocols import Loader, Span
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["EvaluatedWeights", "Evaluator", "InitialWeights"]
+    from forge_train.contract.model import Model
+
+__all__ = ["EvaluatedWeights", "Evaluator", "Extra", "ExtraModel", "InitialWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +69,42 @@ class EvaluatedWeights:
 
     def __call__(self) -> AbstractContextManager[Any]:
         return self.span()
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraModel:
+    """Request from `extra_models` for another model, built by the same plugins and sharded in the same order."""
+
+    name: str
+    """Key of `job.models`, and the prefix of its parameters' names."""
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Plugin → values of its section that differ from the run's."""
+    weights: str = ""
+    """A run or a checkpoint; empty for initial weights."""
+    trained: bool = False
+    """True if the optimizer updates it and checkpoints store its weights; otherwise it has no gradients."""
+    without: tuple[str, ...] = ()
+    """Plugins that take no part in it, such as an adapter of the first model."""
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    """Name → plugin (`EnabledPlugin`) that takes part in it alone, such as another head's."""
+    keys: str = ""
+    """The keys that say which model it is, for messages: `distill.weights, distill.teacher`."""
+
+    def __str__(self) -> str:
+        return f"the extra model {self.name!r}{self.keys and f' ({self.keys})'}"
+
+
+@dataclass
+class Extra:
+    """An extra model, composed."""
+
+    spec: ExtraModel
+    model: Model
+    path: str = ""
+    """The checkpoint that its weights came from."""
+    digest: str = ""
+    """Of that checkpoint's tensors."""
+
+    def described(self) -> dict[str, Any]:
+        """Entry for it in checkpoints, besides the weights of a trained model."""
+        return {"path": self.path, "digest": self.digest, "trained": self.spec.trained}

@@ -1,26 +1,59 @@
-"""The jobs of extra models: the run's own, with other values in some sections."""
+"""Extra models: composed with the first one, each by a job that has other values in some sections."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from forge_train.base.errors import ConfigError, nearest, told_of
+from forge_train.base.errors import ConfigError, nearest
 from forge_train.config import Config
 from forge_train.config.tree import Key, Origin, Value
 from forge_train.config.validate import plain, validate
-from forge_train.contract.model import ExtraModel
 from forge_train.plugin.job import Hooks, Job
 from forge_train.registry.setup import instance
 
+from .contract import Extra, ExtraModel
 from .hookspecs import extra_models
+
+if TYPE_CHECKING:
+    from forge_train.compose.compose import Composition
 
 OWN = Origin("plugin", "its values")
 
 
-def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
-    """A job for each extra model that plugins ask for, whose hooks compose it.
+def compose_extra(job: Job, composition: Composition) -> list[tuple[Job, Composition]]:
+    """Compose the extra models that plugins ask for, and have them take part in the first one's steps.
+
+    Args:
+        job: of the first.
+        composition: of the first.
+
+    Raises:
+        ConfigError: for what can't be composed.
+    """
+    return [(own, _composed(job, spec, own, composition)) for spec, own in _jobs(job)]
+
+
+def _composed(job: Job, spec: ExtraModel, own: Job, composition: Composition) -> Composition:
+    from forge_train.compose.compose import compose_one  # which imports torch
+
+    if any(spec.name in dict(part.named_children()) for part in composition.model.parts):
+        raise ConfigError(f"The extra model {spec.name!r} has the name of a module of the first; choose another.")
+    for axis in job.dist.layout.dividing("layers"):
+        raise ConfigError(f"The extra model {spec.name!r} runs whole in a step; set parallel.{axis} = 1.")
+    with told_of(f"In {spec}"):
+        made = compose_one(own, frozen=not spec.trained)
+    job.extra[spec.name] = Extra(spec, made.model)
+    composition.model.join(spec.name, made.model, trained=spec.trained)
+    composition.report += [{**row, "model": spec.name} for row in made.report]
+    return made
+
+
+def _jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
+    """A job for each extra model, whose hooks compose it.
 
     Raises:
         ConfigError: for a name that is taken, and for sections that are not valid.
@@ -63,3 +96,12 @@ def _job(job: Job, spec: ExtraModel) -> Job:
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
     hooks.bind(other := Job(config, hooks, job.run, job.dist, job.control, step=job.step))
     return other
+
+
+@contextmanager
+def told_of(what: str) -> Iterator[None]:
+    """Mistakes in the block are told of this."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from forge_train.config import Config
-from forge_train.contract.model import ExtraModel, Model
+from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 from forge_train.plugin.specs import hookspec
 from forge_train_kit.capabilities import KernelCapabilities
 
-from .contract import Evaluator, InitialWeights
+from .contract import Evaluator, ExtraModel, InitialWeights
 from .heads import Classes, Head, HeadSpec, Tail, Trunk
 from .hf.model import HFAdapter, HFModel
 from .layers import Attention, AttentionKernel, FeedForward, Layer

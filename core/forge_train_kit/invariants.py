@@ -1,22 +1,27 @@
-"""Checks of what transforms did to a model, and of what an optimizer updates."""
+"""Checks of a model as it is built, of what transforms did to it, and of what an optimizer updates and keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import dataclasses
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forge_train.base.errors import ConfigError, PluginError
 from forge_train.base.format import format_list
 from forge_train.contract.model import Model
 from forge_train.contract.transform import Applied
 from forge_train.mesh.axes import EXPERT
+from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.calls import without
 from forge_train.plugin.job import Job
+from forge_train.store.placement import is_sharded, leaves, parameter_of
 
 from .modules import HOOK_TABLES
 
@@ -136,3 +141,75 @@ def check_optimizer(job: Job, model: Model, optimizer: torch.optim.Optimizer) ->
             f"{job.hooks.whose('optimizer')}: it holds parameters that are not the model's. "
             "Take them from model.named_parameters()."
         )
+
+
+def check_alike(state: Mapping[str, Any], model: Model, dist: DistributedContext) -> None:
+    """Check that all ranks of a stage have the same state, except for shards: only the first rank's copy is saved.
+
+    Args:
+        state: as returned by `optimizer_state`.
+        model: the model whose parameters it belongs to.
+        dist: the processes; all ranks call this.
+
+    Raises:
+        PluginError: on every rank, naming what differs.
+    """
+    if dist.world == 1:
+        return
+    parameters = dict(model.named_parameters())
+    lines = {name: _words(name, leaf, parameters) for name, leaf in leaves(state, "optimizer")}
+    together = hashlib.sha256(repr(sorted(lines.items())).encode()).hexdigest()
+    size = dist.world // dist.layout.stages
+    first = dist.gather_objects(together)
+    if all(mark == first[rank - rank % size] for rank, mark in enumerate(first)):
+        return
+    everybody = dist.gather_objects(lines)
+    stages = [everybody[start : start + size] for start in range(0, dist.world, size)]
+    name = min(name for ranks in stages for one in ranks for name in one if len({o.get(name) for o in ranks}) > 1)
+    raise PluginError(
+        f"The optimizer's state {name!r} can't be saved: it differs from rank to rank, and is no shard of a DTensor. "
+        "Make it of the parameter (torch.zeros_like), or the same on every rank."
+    )
+
+
+def _words(name: str, leaf: Any, parameters: Mapping[str, Tensor]) -> str:
+    """A leaf, as far as ranks have to have it alike."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    what = f"{tuple(leaf.shape)} {leaf.dtype}"
+    if is_sharded(leaf):
+        return f"{what} sharded"
+    parameter = parameter_of(name, parameters)
+    if parameter is not None and not is_sharded(parameter) and parameter.shape == leaf.shape:
+        return what  # replicated as its parameter is
+    content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{what} {hashlib.sha256(content).hexdigest()}"
+
+
+@contextmanager
+def addressable(sections: Mapping[str, Any]) -> Iterator[None]:
+    """Refuse a tensor whose size in bytes no integer of torch can hold, and name the largest value that may cause it.
+
+    Raises:
+        ConfigError: for such a tensor made in the block.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        values = [(value, key) for name, one in sections.items() for key, value in _integers(name, one)]
+        value, key = max(values, default=(0, ""))
+        cause = f"{key}: {value:,} is too large" if key else "A size of the model is too large"
+        raise ConfigError(
+            f"{cause}: a tensor of the model would have more bytes than a machine can address "
+            f"({str(error).splitlines()[0]}). Set a smaller one."
+        ) from None
+
+
+def _integers(name: str, section: Any) -> Iterator[tuple[str, int]]:
+    if dataclasses.is_dataclass(section):
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                yield f"{name}.{field.name}", value

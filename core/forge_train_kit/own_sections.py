@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_train import ConfigError, ExtraModel
+from forge_train import ConfigError
 from forge_train.base.format import format_list
 from forge_train.config import differences
+
+from .contract import ExtraModel
 
 if TYPE_CHECKING:
     from forge_train import Job

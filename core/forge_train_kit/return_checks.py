@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from forge_train.contract.batch import Batch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from forge_train.config import Config
     from forge_train.contract.model import Model
 
 CONTEXT = ReturnCheck("a context manager", lambda value: "" if hasattr(type(value), "__exit__") else found(value))
@@ -70,6 +72,16 @@ class Returns(Inspection):
         from .invariants import check_optimizer
 
         check_optimizer(job, model, optimizer)
+
+    def check_state(self, job: Any, model: Model, state: Mapping[str, Any]) -> None:
+        from .invariants import check_alike
+
+        check_alike(state, model, job.dist)
+
+    def building(self, config: Config) -> AbstractContextManager[None]:
+        from .invariants import addressable
+
+        return addressable(config.sections)
 
     def check_fit(self, plugins: Sequence[EnabledPlugin], asked: Collection[str], specs: Specs) -> None:
         check_fit(plugins, asked, specs)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from forge_train.base.errors import ConfigError, during, told_of
+from forge_train.base.errors import ConfigError, during
 from forge_train.checkpoint import checkpoint
 from forge_train.contract.model import Model
 from forge_train.loop import weights
@@ -22,6 +22,7 @@ from forge_train.run.run import is_checkpoint, is_run
 from forge_train.store.tree import split
 
 from .contract import EvaluatedWeights, InitialWeights
+from .extra import told_of
 from .foreign import resolve
 from .hookspecs import initial_weights
 from .stored import (

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import cases
 import toys
-from forge_train import MASKED, Batch, ExtraModel, Job, Plugin, Update, hookimpl, section
+from forge_train import MASKED, Batch, Job, Plugin, Update, hookimpl, section
+from forge_train_kit.contract import ExtraModel
 from forge_train_tools.testing import TinyRun, run_forge
 
 

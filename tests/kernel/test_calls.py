@@ -27,7 +27,6 @@ from forge_train import (
     Batch,
     BatchPhase,
     ConfigError,
-    ExtraModel,
     LogRecord,
     Phase,
     Plugin,
@@ -46,7 +45,7 @@ from forge_train.plugin.job import Hooks
 from forge_train.registry.declared import Specs
 from forge_train_kit import hookspecs
 from forge_train_kit.blame import note_plugin
-from forge_train_kit.contract import InitialWeights
+from forge_train_kit.contract import ExtraModel, InitialWeights
 from forge_train_kit.layers import Layer
 from forge_train_kit.return_checks import Returns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -167,15 +167,6 @@ class Failure:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@contextmanager
-def told_of(what: str) -> Iterator[None]:
-    """Mistakes in the block are told of this."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from error
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

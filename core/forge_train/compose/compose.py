@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import ConfigError, ForgeError, PluginError, during, locate, told_of
+from ..base.errors import ConfigError, ForgeError, PluginError, during, locate
 from ..base.format import place
-from ..contract.model import Extra, ExtraModel, Init, Model
+from ..contract.model import Init, Model
 from ..contract.transform import Applied, Phase, Transform
 from ..plugin import hookspecs
 from ..plugin.calls import EnabledPlugin, plugin_note, without
 from ..plugin.job import Job
-from .coverage import addressable, check_coverage, needed
+from .coverage import check_coverage, needed
 from .initialise import declared, materialise, retie, tied_groups
 
 Named = tuple[str, Transform]  # with the name of its plugin
@@ -66,31 +66,23 @@ def compose(
         ConfigError: for a composition that can't be.
         PluginError: for a transform that broke an invariant.
     """
-    composition = _composed(job, change=change)
+    composition = compose_one(job, change=change)
     if extra:
-        composition.extra = [_extra(job, spec, own, composition) for spec, own in job.hooks.extra_jobs(job)]
+        composition.extra = job.hooks.compose_extra(job, composition)
     if allocate:
         composition.allocate(job)
     return composition
 
 
-def _extra(job: Job, spec: ExtraModel, own: Job, composition: Composition) -> tuple[Job, Composition]:
-    """Compose an extra model, and have it take part in the first one's steps."""
-    if any(spec.name in dict(part.named_children()) for part in composition.model.parts):
-        raise ConfigError(f"The extra model {spec.name!r} has the name of a module of the first; choose another.")
-    for axis in job.dist.layout.dividing("layers"):
-        raise ConfigError(f"The extra model {spec.name!r} runs whole in a step; set parallel.{axis} = 1.")
-    with told_of(f"In {spec}"):
-        made = _composed(own, frozen=not spec.trained)
-    job.extra[spec.name] = Extra(spec, made.model)
-    composition.model.join(spec.name, made.model, trained=spec.trained)
-    composition.report += [{**row, "model": spec.name} for row in made.report]
-    return own, made
+def compose_one(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], None] | None = None) -> Composition:
+    """Build one model on the meta device, and apply every transform to every part.
 
-
-def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], None] | None = None) -> Composition:
-    """One model, on the meta device."""
-    with torch.device("meta"), addressable(job.config.sections):
+    Args:
+        job: whose hooks build and transform.
+        frozen: whether nothing of it is trained.
+        change: is called with the model as it was built, before any transform.
+    """
+    with torch.device("meta"), job.hooks.inspection.building(job.config):
         parts = [hookspecs.build_model(job)]
     if change is not None:
         change(parts[0])

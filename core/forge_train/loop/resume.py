@@ -28,7 +28,7 @@ from ..config import MAY_DIFFER, differences
 from ..plugin.job import Job
 from ..registry.discovery import discover
 from ..step.step import Progress, Stepper
-from ..store.placement import check_alike, describe_odd
+from ..store.placement import describe_odd
 from ..store.tree import split
 from .describe import plugin_list
 from .weights import Weights, compare_shapes
@@ -87,7 +87,7 @@ def optimizer_to_save(stepper: Stepper, weights: Weights | None = None) -> dict[
     split(state, "optimizer", tensors)
     if state["state"] and weights:
         weights.check_state(stepper.model, tensors)
-    check_alike(state, stepper.model, job.dist)
+    job.hooks.inspection.check_state(job, stepper.model, state)
     state["param_groups"] = merged_groups(job.dist.gather_stages(state["param_groups"]))
     return state
 

@@ -58,9 +58,6 @@ class Weights:
 
     def start_extra(self, found: Path | None) -> None:
         """Give extra models the weights that they name; `found` is the checkpoint that the run continues from."""
-        for extra in self._job.extra.values():
-            if extra.spec.weights:
-                raise ConfigError(f"{extra.spec} names weights, and this setup begins with initial ones.")
 
     def start(self, model: Model) -> Mapping[str, Any] | None:
         """Fill the model of a run that begins. Returns the fields of the event `initialised`, if it did."""

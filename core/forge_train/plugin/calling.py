@@ -7,7 +7,6 @@ from typing import Any, TypeVar, cast
 
 from ..base.errors import ConfigError
 from ..base.names import HookOrigin, PluginRef, import_module
-from ..contract.model import ExtraModel
 from .calls import Calls, EnabledPlugin, at_home, without
 from .guards import Guarded, nesting
 from .inspection import Inspection
@@ -35,9 +34,7 @@ class Caller:
         self.opened = False  # whether the model is only opened, as to generate text: nothing reads rows of the data
         self.fingerprint: Callable[[PluginRef], str] = lambda ref: ""  # of a plugin's code, as plugins.json has it
         self.covering: Callable[[str], list[str]] = lambda axis: []  # installed plugins that would cover an axis
-        self.extra_jobs: Callable[[Any], Iterable[tuple[ExtraModel, Any]]] = (
-            lambda job: ()
-        )  # of the models beside a job's
+        self.compose_extra: Callable[[Any, Any], Sequence[Any]] = lambda job, composition: ()  # models beside a job's
         self.at_stage: Callable[[Any, Any, Stage], None] = lambda hooks, config, stage: None  # looks for idle plugins
         self.note_plugin: Callable[[BaseException, Iterable[EnabledPlugin], Specs], None] = lambda *_: None
         self.unused: set[str] = set()  # plugins that turned out to have nothing to do

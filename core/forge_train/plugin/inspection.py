@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -71,6 +72,13 @@ class Inspection:
 
     def check_optimizer(self, job: Any, model: Model, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer updates exactly the trainable parameters."""
+
+    def check_state(self, job: Any, model: Model, state: Mapping[str, Any]) -> None:
+        """Check that ranks hold the same of an optimizer's state, except for shards; all processes call this."""
+
+    def building(self, config: Any) -> AbstractContextManager[Any]:
+        """Return what is entered while a model is built."""
+        return nullcontext()
 
     def check_fit(self, plugins: Sequence[Any], asked: Collection[str], specs: Mapping[str, Any]) -> None:
         """Check that task, head, loss and any other provider and consumer fit together.

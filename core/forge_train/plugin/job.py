@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..base.errors import PluginError, Problem
 from ..contract.batch import CurrentStep, Preparation, PrepareBatch, PrepareStep
-from ..contract.model import Extra, Precision
+from ..contract.model import Precision
 from ..contract.protocols import (
     Loader,
     Schedule,
@@ -117,8 +117,8 @@ class Job:
     run: Run
     dist: DistributedContext
     control: Control
-    extra: dict[str, Extra] = field(default_factory=dict)
-    """Models that `extra_models` asked for, once they are composed."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Models that a hook of the kit, `extra_models`, asked for, once they are composed: `Extra` by name."""
     step: CurrentStep = field(default_factory=CurrentStep)
     """The step under way, with its micro-batches."""
 

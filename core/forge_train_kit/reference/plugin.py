@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from forge_train import (
     BatchPhase,
     ConfigError,
-    ExtraModel,
     Ge,
     Plugin,
     Preparation,
@@ -22,6 +21,8 @@ from forge_train import (
     section,
 )
 from forge_train.config.schema import FilePath
+
+from ..contract import ExtraModel
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from forge_train_kit.artifacts import Recorder
 from forge_train_kit.axes import tell_idle
 from forge_train_kit.blame import note_plugin
 from forge_train_kit.covering import covering
-from forge_train_kit.extra import extra_jobs
+from forge_train_kit.extra import compose_extra
 from forge_train_kit.failures import failure_of
 from forge_train_kit.fingerprint import fingerprint
 from forge_train_kit.stores.elsewhere import CheckpointCopies, CopiesOf, no_copies
@@ -87,7 +87,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         error.args = (named(str(error)),)
         raise
     hooks = setup.hooks
-    hooks.fingerprint, hooks.covering, hooks.extra_jobs = fingerprint, covering, extra_jobs
+    hooks.fingerprint, hooks.covering, hooks.compose_extra = fingerprint, covering, compose_extra
     hooks.at_stage, hooks.note_plugin = note_idle, note_plugin
     copies = partial(copies_of, hooks)
     return replace(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from forge_train import (
     BatchPhase,
     ConfigError,
-    ExtraModel,
     Ge,
     Gt,
     Le,
@@ -28,6 +27,7 @@ from forge_train import (
     section,
 )
 from forge_train.config.schema import FilePath
+from forge_train_kit.contract import ExtraModel
 from forge_train_kit.hookspecs import loss
 
 if TYPE_CHECKING:
