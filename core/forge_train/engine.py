@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from .base.errors import ConfigError, DivergedError, ForgeError, describe
-from .base.files import DiskError, LogFile, disk_errors, plain, remove_remains, write_json
+from .base.files import DiskError, disk_errors, plain, remove_remains, write_json
 from .checkpoint import checkpoint
 from .compose.compose import Composition
 from .contract.events import Finished, Outcome
 from .contract.model import Model
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.describe import describe_run
-from .loop.resume import check_allowed, compare
+from .loop.resume import compare
 from .loop.saver import Saver
 from .loop.training import Training
 from .loop.weights import Weights
@@ -65,11 +65,9 @@ def train(
         saver: Saver = (setup.saver or Saver)(job)
         weights: Weights = (setup.weights or Weights)(job)
         found = _found(job, start, saver)
+        setup.check_allowed(job, found)
         if found is not None:  # before anything is written: a refused run stays as it is
-            compare(job, found)
-            setup.tell_changes(job, found)
-        else:
-            check_allowed(job, {})
+            setup.tell_changes(job, found, compare(job, found))
         if finished := dist.on_main(lambda: _finished_before(job, saver, start)):
             return finished
         prepare_process(job)
@@ -119,7 +117,8 @@ def _record_failure(
     outcome: Outcome = "diverged" if isinstance(error, DivergedError) else "failed"
     code, began, rank = getattr(error, "code", 1), time.time(), job.dist.rank
     finished = Finished(outcome, step, loss, code, job.run.dir, describe(error), error=error)
-    finished.model, finished.optimizer, finished.log = model, optimizer, _log_file(job)
+    finished.model, finished.optimizer = model, optimizer
+    finished.log = file if (file := _log_file(job)).is_file() else None
     refused = isinstance(error, ConfigError) and not (training and (training.stepped or not job.run.outcome()))
     full = isinstance(error, DiskError)
 
@@ -177,36 +176,22 @@ def _opened(job: Job, setup: Setup, start: Start) -> Iterator[None]:
         if not is_run(start.dir):
             describe_run(job.run, setup, fresh=True)
     job.dist.barrier()
-    close = _log_to(_log_file(job))
     try:
-        for note in start.notes if job.dist.main else ():
-            log.warning(note)
-        yield
+        with setup.log_to(_log_file(job)):
+            for note in start.notes if job.dist.main else ():
+                log.warning(note)
+            try:
+                yield
+            except Exception as error:
+                job.hooks.note_plugin(error, job.hooks.enabled.values(), job.hooks.specs)
+                if not isinstance(error, ForgeError):  # whose message says all there is to say
+                    log.error("The run failed.", exc_info=error, extra={"screen": False})
+                raise
     except ConfigError:
-        close()
         if start.new and job.dist.main and not is_kept(job.run.dir):
             shutil.rmtree(job.run.dir, ignore_errors=True)
         raise
-    except Exception as error:
-        job.hooks.note_plugin(error, job.hooks.enabled.values(), job.hooks.specs)
-        if not isinstance(error, ForgeError):  # whose message says all there is to say
-            log.error("The run failed.", exc_info=error, extra={"screen": False})
-        raise
-    finally:
-        close()
 
 
 def _log_file(job: Job) -> Path:
     return job.run.dir / "log" / f"rank-{job.dist.rank}.log"
-
-
-def _log_to(file: Path) -> Callable[[], None]:
-    handler = LogFile(file, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-
-    def close() -> None:
-        log.removeHandler(handler)
-        handler.close()
-
-    return close

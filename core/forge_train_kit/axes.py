@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import logging
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train.base.errors import ConfigError, describe
 from forge_train.base.names import import_module, split
-from forge_train.config.sections import ParallelSection, parallel_section
+from forge_train.config.schema import Gt, section
+from forge_train.config.sections import ParallelSection
 from forge_train.config.tree import DEFAULT
 from forge_train.mesh.axes import AXES, CONFIGURED, Axis
 from forge_train.registry.discovery import entry_points, identity
@@ -33,6 +36,28 @@ def section_of(names: Collection[str]) -> type[ParallelSection]:
     points = entry_points(GROUP)
     axes = tuple(_load_axis([*points.select(name=name)]) for name in sorted(wanted & points.names))
     return parallel_section(axes, () if wanted <= points.names else tuple(sorted(points.names)))
+
+
+@cache
+def parallel_section(axes: tuple[Axis, ...], suggested: tuple[str, ...] = ()) -> type[ParallelSection]:
+    """The section with axes of other packages, each a key."""
+    if not axes and not suggested:
+        return ParallelSection
+    keys = {axis.name: Annotated[int, Gt(0)] for axis in axes}
+    body: dict[str, Any] = {"__annotations__": keys, **dict.fromkeys(keys, 1), "__doc__": ParallelSection.__doc__}
+    body["__reduce__"] = _reduce  # pickle finds no class that was made at run time
+    made: type[ParallelSection] = section(type("ParallelSection", (ParallelSection,), body))
+    made.__axes__, made.__suggested__ = axes, suggested
+    made.__field_docs__ = {axis.name: axis.meaning for axis in axes}
+    return made
+
+
+def _reduce(sizes: ParallelSection) -> tuple[Any, ...]:
+    return _parallel, (sizes.__axes__, dataclasses.asdict(sizes))
+
+
+def _parallel(axes: tuple[Axis, ...], sizes: Mapping[str, int]) -> ParallelSection:
+    return parallel_section(axes)(**sizes)
 
 
 def of_distribution(name: str) -> tuple[Axis, ...]:

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 import toys
-from forge_train.base.files import DiskError, LogFile, refused
+from forge_train.base.files import DiskError, refused
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train.engine import train
 from forge_train_tools.launching import launch
 from forge_train_tools.launching.launch import WorkerCommand, WorkerResult, leave, left
+from forge_train_tools.launching.log_file import LogFile
 from full_disk import full_for
 
 pytestmark = [pytest.mark.unit]

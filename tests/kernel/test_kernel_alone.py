@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -99,6 +100,23 @@ def test_a_run_of_the_kernel_alone_is_resumed(kernel: Path, tmp_path: Path) -> N
     assert nowhere == "ConfigError resume: expected 'auto', 'never' or the path of a run, found 'nowhere'."
     resumed = (tmp_path / "runs/toy/events.jsonl").read_text(encoding="utf-8").count('"resumed"')
     assert resumed == 2
+
+
+def test_the_configuration_that_the_kernel_alone_writes_repeats_the_run(kernel: Path, tmp_path: Path) -> None:
+    example = shutil.copytree(ROOT / "examples/kernel", tmp_path / "example")
+    alone(kernel, example / "train.py", tmp_path)
+    (run,) = (tmp_path / "runs").iterdir()
+    table = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    assert table["plugins"] == [str(example / "toy.py")]
+    again = make_setup(Tree.of(table)).config
+    assert (again.enabled(), again.train.steps, again.train.global_batch) == (("toy",), 40, 4)
+
+
+def test_the_kernel_alone_counts_no_epochs() -> None:
+    values = {"train": {"epochs": 2, "global_batch": 4, "sequence": 16}}
+    with pytest.raises(ConfigError) as caught:
+        make_setup(Tree.of(values), plugins=[str(ROOT / "examples/kernel/toy.py")])
+    assert str(caught.value) == "train.epochs: this setup counts no data; set train.steps or train.tokens instead."
 
 
 MEETS = """

@@ -16,9 +16,9 @@ import forge_cli
 import toys
 from forge_train import Axis, ConfigError, Plugin, hookimpl, section
 from forge_train.compose.coverage import check_coverage
-from forge_train.config.sections import ParallelSection, parallel_section
+from forge_train.config.sections import ParallelSection
 from forge_train.mesh.layout import Layout
-from forge_train_kit.axes import of_distribution
+from forge_train_kit.axes import of_distribution, parallel_section
 from forge_train_tools.configuration.comments import field_docs
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import Pool, Verifier

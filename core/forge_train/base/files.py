@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import logging
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -185,18 +183,6 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise refused(path, error) from error
-
-
-class LogFile(logging.FileHandler):
-    """A log that a full disk cuts short. What it has no room for is lost; it never stands in for what went wrong."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            super().close()
 
 
 def _disk(path: Path) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ..mesh.axes import Axis
 from ..mesh.layout import Device
@@ -150,26 +148,6 @@ class ParallelSection:
     """Expert parallelism, over the ranks of dp_shard × cp × tp."""
     etp: Annotated[int, Gt(0)] = 1
     """Tensor parallelism inside experts: 1 or tp."""
-
-    def __reduce__(self) -> tuple[Any, ...]:  # pickle finds no class that was made at run time
-        return _parallel, (self.__axes__, dataclasses.asdict(self))
-
-
-def _parallel(axes: tuple[Axis, ...], sizes: Mapping[str, int]) -> ParallelSection:
-    return parallel_section(axes)(**sizes)
-
-
-@functools.cache
-def parallel_section(axes: tuple[Axis, ...], suggested: tuple[str, ...] = ()) -> type[ParallelSection]:
-    """The section with axes of other packages, each a key."""
-    if not axes and not suggested:
-        return ParallelSection
-    keys = {axis.name: Annotated[int, Gt(0)] for axis in axes}
-    body = {"__annotations__": keys, **dict.fromkeys(keys, 1), "__doc__": ParallelSection.__doc__}
-    made: type[ParallelSection] = section(type("ParallelSection", (ParallelSection,), body))
-    made.__axes__, made.__suggested__ = axes, suggested
-    made.__field_docs__ = {axis.name: axis.meaning for axis in axes}
-    return made
 
 
 @section

@@ -175,7 +175,7 @@ class Finished:
     """Of a run that failed; None if that was before the model was composed."""
     optimizer: torch.optim.Optimizer | None = None
     log: Path | None = None
-    """This rank's log, which holds the traceback of a failure."""
+    """This rank's log, if there is one, which holds the traceback of a failure."""
     explained: bool = False
 
     def say(self, title: str, text: str) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..base.files import write_json, write_whole
-from ..base.names import canonical
-from ..config.tree import CONDITIONAL, Key
 from ..config.validate import plain
 from ..run.run import Run, writing
 
@@ -63,14 +61,8 @@ def to_toml(config: Config, hooks: Hooks) -> str:
     import tomlkit
 
     document = tomlkit.document()
-    document["plugins"] = list(config.plugins)
-    base = {key: value for key, value in config.base.items() if key[0] == "defaults"}
-    enabled = {canonical(name) for name in (*config.base.get(("plugins",), ()), *base.values())}
-    if without := [name for name in config.without if name in enabled]:  # the others would not be enabled anyway
-        document["without"] = without
-    emptied = {slot: "" for _, slot, *_ in base if slot in hooks.specs and not hooks.implementers(slot)}
-    if defaults := dict(_in_tables({**emptied, **config.defaults}, base, hooks)):
-        document["defaults"] = _ordered(defaults)
+    for key, value in hooks.selection(config, hooks).items():
+        document[key] = _ordered(value) if isinstance(value, Mapping) else value
     for name, section in config.everything().items():
         values = {**plain(section), **config.as_written.get(name, {})}
         if name == "run":
@@ -78,18 +70,6 @@ def to_toml(config: Config, hooks: Hooks) -> str:
         if values:
             document[name] = _ordered(values)
     return tomlkit.dumps(document)
-
-
-def _in_tables(slots: Mapping[str, str], base: Mapping[Key, Any], hooks: Hooks) -> Iterator[tuple[str, Any]]:
-    """Defaults as they stand in a file: those with a condition in its table."""
-    conditions = {key[2]: key[1] for key in base if key[1] in CONDITIONAL}
-    tables: dict[str, dict[str, str]] = {}
-    for slot, name in sorted(slots.items()):
-        if condition := conditions.get(slot, "" if slot in hooks.specs else "distributed"):
-            tables.setdefault(condition, {})[slot] = name
-        else:
-            yield slot, name
-    yield from tables.items()
 
 
 def _ordered(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..base.errors import ConfigError, during, nearest
+from ..base.errors import ConfigError, during
 from ..base.names import canonical
 from ..checkpoint import checkpoint
 from ..checkpoint.state import (
@@ -26,14 +25,11 @@ from ..checkpoint.state import (
 )
 from ..config import MAY_DIFFER, differences
 from ..plugin.job import Job
-from ..registry.discovery import discover
 from ..step.step import Progress, Stepper
 from ..store.placement import describe_odd
 from ..store.tree import split
 from .describe import plugin_list
 from .weights import Weights, compare_shapes
-
-log = logging.getLogger("forge_train")
 
 
 @runtime_checkable
@@ -186,7 +182,6 @@ def compare(job: Job, path: Path) -> list[str]:
         length = job.config.train.length
         raise ConfigError(f"{path}: is of step {step}, and the run would end at step {job.steps} ({length}).")
     allowed = {canonical(name) for name in job.config.checkpoint.allow_changes}
-    check_allowed(job, saved)
     changes, refused = list[str](), list[str]()
 
     def note(key: str, text: str) -> None:
@@ -213,25 +208,4 @@ def compare(job: Job, path: Path) -> list[str]:
             + "\n  ".join(refused)
             + f"\nIf that is meant: checkpoint.allow_changes = [{keys}]; else use --resume never."
         )
-    unused = [name for name in allowed if not any(t.startswith((f"{name}:", f"{name}.")) for t in changes)]
-    if unused:
-        log.info("checkpoint.allow_changes names %s, which did not change.", ", ".join(sorted(unused)))
     return changes
-
-
-def check_allowed(job: Job, saved: Mapping[str, Any]) -> None:
-    """Check that `checkpoint.allow_changes` names only known sections, keys and plugins.
-
-    Raises:
-        ConfigError: for a name that is not in this run or the checkpoint, nor an installed plugin.
-    """
-    mine, plugins = job.config.everything(), {entry["name"] for entry in saved.get("enabled", ())}
-    plugins |= {one.name for one in discover()}
-    known = {*mine, *plugins, *job.config.values(), *saved.get("config", ()), *job.hooks.keepers}
-    for name in job.config.checkpoint.allow_changes:
-        section, dot, _ = canonical(name).partition(".")
-        if canonical(name) not in known and (section in mine or section not in plugins):
-            what = "key" if dot else "section or plugin"
-            raise ConfigError(
-                f"checkpoint.allow_changes: there is no {what} {name!r}.{nearest(canonical(name), known)}"
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..base.errors import ConfigError
 from ..base.names import HookOrigin, PluginRef, import_module
@@ -12,6 +12,9 @@ from .guards import Guarded, nesting
 from .inspection import Inspection
 from .plugin import Plugin
 from .specs import HookSpec, Stage
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 Specs = Mapping[str, HookSpec[..., Any]]
 _T = TypeVar("_T")
@@ -35,6 +38,7 @@ class Caller:
         self.fingerprint: Callable[[PluginRef], str] = lambda ref: ""  # of a plugin's code, as plugins.json has it
         self.covering: Callable[[str], list[str]] = lambda axis: []  # installed plugins that would cover an axis
         self.compose_extra: Callable[[Any, Any], Sequence[Any]] = lambda job, composition: ()  # models beside a job's
+        self.selection = selection  # of plugins, as config.toml has it
         self.at_stage: Callable[[Any, Any, Stage], None] = lambda hooks, config, stage: None  # looks for idle plugins
         self.note_plugin: Callable[[BaseException, Iterable[EnabledPlugin], Specs], None] = lambda *_: None
         self.unused: set[str] = set()  # plugins that turned out to have nothing to do
@@ -200,6 +204,11 @@ class Caller:
 def gives(plugin: EnabledPlugin, slot: str, specs: Specs) -> str:
     """Return what a slot's provider gives to others; empty if the slot defines nothing."""
     return plugin.cls.gives.get(slot, specs[slot].gives if slot in specs else "")
+
+
+def selection(config: Config, hooks: Caller) -> dict[str, Any]:
+    """Keys of a configuration, apart from its sections, that enable the same plugins again."""
+    return {"plugins": [*config.plugins], "without": [*config.without], "defaults": {**config.defaults}}
 
 
 def _unfilled(spec: HookSpec[..., Any]) -> str:

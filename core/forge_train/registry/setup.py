@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from ..config import Config, rules
 from ..config.sections import CORE_SECTIONS
 from ..config.tree import DEFAULT, Origin, Tree, Value
 from ..config.validate import Mistake, validate
-from ..mesh.layout import Layout
 from ..mesh.world import World
 from ..plugin.calls import EnabledPlugin, plugin_note
 from ..plugin.inspection import Inspection
@@ -43,6 +41,15 @@ def no_second_start(job: Job) -> None:
     raise ConfigError(f"{job.run.dir}: this run has no whole checkpoint; choose another run.name.")
 
 
+def uncounted(config: Config, hooks: Hooks) -> int:
+    """For setups that do not open the data to count it.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError("train.epochs: this setup counts no data; set train.steps or train.tokens instead.")
+
+
 @dataclass(frozen=True)
 class Setup:
     """A run that could start: its configuration and its plugins."""
@@ -57,6 +64,8 @@ class Setup:
     """Gives the `Evaluations` of a stepper with its held-out data; by default, those of `forge_train.step.forward`."""
     listen: Callable[[Control], AbstractContextManager[Any]] = nullcontext
     """Passes requests from outside, such as signals, to a run while the block lasts."""
+    log_to: Callable[[Path], AbstractContextManager[Any]] = nullcontext
+    """Keeps this process's log in a file while the block lasts."""
     recorder: type[Recorder] = Recorder
     """Records files that plugins write."""
     environment: Callable[[], Mapping[str, Any]] = dict
@@ -65,8 +74,10 @@ class Setup:
     """Empties the folder of a run that has no checkpoint."""
     meet: Callable[[World, Any, timedelta], None] | None = None
     """Makes the process group of a process on its device; by default, as torch does."""
-    tell_changes: Callable[[Job, Path], None] = lambda job, path: None
-    """Tells what has changed since a checkpoint that a run may resume from."""
+    check_allowed: Callable[[Job, Path | None], None] = lambda job, path: None
+    """Checks the names in `checkpoint.allow_changes`, also against the checkpoint that a run resumes from."""
+    tell_changes: Callable[[Job, Path, Sequence[str]], None] = lambda job, path, changes: None
+    """Tells what has changed since a checkpoint that a run may resume from, beside the changes that it allows."""
     tell_idle: Callable[[Job, Iterable[str]], None] = lambda job, idle: None
     """Tells of plugins that could transform, and have nothing to do at this size."""
     failure: Callable[[BaseException, int], Failure] = Failure.of
@@ -87,9 +98,9 @@ def make_setup(
     training: bool = True,
     data: bool = True,
     opened: bool = False,
-    measured: bool = True,
+    count: Callable[[Config, Hooks], int] | None = uncounted,
 ) -> Setup:
-    """Check and freeze everything that can be known without torch, and the steps of a run's epochs.
+    """Check and freeze everything that can be known without torch.
 
     Args:
         tree: the configured values; gets those that plugins imply.
@@ -105,7 +116,7 @@ def make_setup(
             its data.
         opened: whether the model is only opened, as to generate text: what its data needs of the attention kernel does
             not count then.
-        measured: whether the data is opened to count the steps of `train.epochs`; without, their number stays 0.
+        count: counts the steps of `train.epochs`; without, their number stays 0.
 
     Raises:
         ConfigError: with every mistake that could be found, one a line.
@@ -140,19 +151,20 @@ def make_setup(
         origins={key: value.origin for key, value in tree.values.items()},
         base=tree.base,
     )
-    checked = rules.filled(config, steps=UNKNOWN_STEPS) if config.train.epochs else config
-    problems = (
-        [*rules.check(config, world), *inspection.problems(config), *hooks.check_config(checked)] if training else []
-    )
-    _raise(_located(config, problem) for problem in problems if data or not problem.data)
-    _raise(_misfits(hooks, config) if training else [])
+
+    def check(config: Config, filled: Config) -> None:
+        problems = [*rules.check(config, world), *inspection.problems(config), *hooks.check_config(filled)]
+        _raise(_located(config, problem) for problem in problems if data or not problem.data)
+
+    if training:
+        check(config, rules.filled(config, steps=UNKNOWN_STEPS) if config.train.epochs else config)
+        _raise(_misfits(hooks, config))
     for name, slot in resolution.idle.items():
         log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", name, slot)
     config = rules.fill_in(config, world) if training else config
-    if config.train.epochs and training and measured and not opened:
-        config = _counted(config, hooks)
-        problems = [*rules.check(config, world), *inspection.problems(config), *hooks.check_config(config)]
-        _raise(_located(config, problem) for problem in problems if data or not problem.data)
+    if config.train.epochs and training and count and not opened:
+        config = rules.filled(config, steps=count(config, hooks))
+        check(config, config)
     return Setup(config, hooks)
 
 
@@ -161,33 +173,6 @@ def _misfits(hooks: Hooks, config: Config) -> Iterator[str]:
     for slot, spec in hooks.specs.items():
         if spec.suits and hooks.provider(slot):
             yield from import_module(spec.suits).suits(hooks, config)
-
-
-def _counted(config: Config, hooks: Hooks) -> Config:
-    """The configuration with the number of steps, for which the training data is opened: a `Loader` may have an
-    attribute `epoch`.
-
-    Raises:
-        ConfigError: the data can't be opened, or its plugin does not say how much it is.
-    """
-    import torch
-
-    from ..mesh.distributed import DistributedContext
-    from ..run.run import Run
-
-    Job.of(config, hooks, Run(Path()), DistributedContext(Layout(), torch.device("cpu")))
-    loader = hooks.build_data("train")
-    getattr(loader, "close", lambda: None)()
-    epoch, name = getattr(loader, "epoch", None), hooks.provider("build_data")
-    if epoch is None:
-        raise ConfigError(
-            f"train.epochs: plugin {name!r} does not say how many sequences an epoch of its data has; set train.steps "
-            "or train.tokens instead."
-        )
-    if not epoch:
-        raise ConfigError(f"train.epochs: the training data of plugin {name!r} has no sequences.")
-    train = config.train
-    return rules.filled(config, steps=math.ceil(train.steps_of(train.sequences_of(epoch) * train.sequence)))
 
 
 def _lay_implied(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -> bool:

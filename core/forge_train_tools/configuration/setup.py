@@ -25,14 +25,17 @@ from forge_train_kit.stores.elsewhere import CheckpointCopies, CopiesOf, no_copi
 from forge_train_kit.unused import note_idle
 
 from ..hookspecs import checkpoint_copies
-from ..launching.changes import tell_changes
+from ..launching.changes import check_allowed, tell_changes
 from ..launching.claim import claimed
 from ..launching.environment import environment
+from ..launching.log_file import log_to
 from ..launching.meeting import meet
 from ..launching.signals import signals
+from .epochs import count_steps
 from .fitting import named
 from .inspection import Inspection
 from .request import Request, UnknownPresetError, lay, prefer_epochs
+from .selection import selection
 
 if TYPE_CHECKING:
     from forge_train.contract.protocols import Loader
@@ -50,15 +53,15 @@ class Purpose(TypedDict, total=False):
     training: bool
     data: bool
     opened: bool
-    measured: bool
 
 
 @during("configure")
-def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
+def resolve(request: Request, *, measured: bool = True, **purpose: Unpack[Purpose]) -> Setup:
     """Read, check and freeze everything that can be known without torch, and the steps of a run's epochs.
 
     Args:
         request: the user's request.
+        measured: whether the data is opened to count the steps of `train.epochs`; without, their number stays 0.
         purpose: see `make_setup`.
 
     Raises:
@@ -81,6 +84,7 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
             without=request.without,
             brought=[(name, origin) for name in request.brought],
             inspection=Inspection(),
+            count=count_steps if measured else None,
             **purpose,
         )
     except ConfigError as error:
@@ -88,18 +92,20 @@ def resolve(request: Request, **purpose: Unpack[Purpose]) -> Setup:
         raise
     hooks = setup.hooks
     hooks.fingerprint, hooks.covering, hooks.compose_extra = fingerprint, covering, compose_extra
-    hooks.at_stage, hooks.note_plugin = note_idle, note_plugin
+    hooks.at_stage, hooks.note_plugin, hooks.selection = note_idle, note_plugin, selection
     copies = partial(copies_of, hooks)
     return replace(
         setup,
         saver=partial(_saver, copies),
         weights=_weights,
         evaluations=_evaluations,
+        log_to=log_to,
         recorder=Recorder,
         environment=environment,
         listen=signals,
         start_over=_start_over,
         meet=meet,
+        check_allowed=check_allowed,
         tell_changes=tell_changes,
         tell_idle=tell_idle,
         failure=failure_of,

@@ -3,33 +3,66 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from forge_train.base.errors import ConfigError
+from forge_train.base.errors import ConfigError, nearest
+from forge_train.base.names import canonical
 from forge_train.config import differences
 from forge_train.loop.describe import plugin_list
 from forge_train.mesh.axes import CONFIGURED, Axis
 from forge_train.mesh.layout import Layout
 from forge_train.plugin.job import Job
+from forge_train.registry.discovery import discover
 from forge_train.run import records
 from forge_train.run.run import load
 
 log = logging.getLogger("forge_train")
 
 
-def tell_changes(job: Job, path: Path) -> None:
+def check_allowed(job: Job, path: Path | None) -> None:
+    """Check that `checkpoint.allow_changes` names only known sections, keys and plugins.
+
+    Args:
+        job: the run.
+        path: the checkpoint that it resumes from.
+
+    Raises:
+        ConfigError: for a name that is not in this run or the checkpoint, nor an installed plugin.
+    """
+    if not job.config.checkpoint.allow_changes:
+        return
+    from forge_train.checkpoint.checkpoint import read_state  # which imports torch
+
+    saved = read_state(path) if path else {}
+    mine, plugins = job.config.everything(), {entry["name"] for entry in saved.get("enabled", ())}
+    plugins |= {one.name for one in discover()}
+    known = {*mine, *plugins, *job.config.values(), *saved.get("config", ()), *job.hooks.keepers}
+    for name in job.config.checkpoint.allow_changes:
+        section, dot, _ = canonical(name).partition(".")
+        if canonical(name) not in known and (section in mine or section not in plugins):
+            what = "key" if dot else "section or plugin"
+            raise ConfigError(
+                f"checkpoint.allow_changes: there is no {what} {name!r}.{nearest(canonical(name), known)}"
+            )
+
+
+def tell_changes(job: Job, path: Path, changes: Sequence[str]) -> None:
     """Warn of plugins whose code is another one, of another layout or length, and of weights that are not taken.
 
     Args:
         job: the run.
         path: a checkpoint that it may resume from.
+        changes: those that its configuration allows, as `compare` returns them.
     """
     from forge_train.checkpoint.checkpoint import read_state  # which imports torch
 
     saved = read_state(path)
+    names = sorted({canonical(name) for name in job.config.checkpoint.allow_changes})
+    if unused := [name for name in names if not any(one.startswith((f"{name}:", f"{name}.")) for one in changes)]:
+        log.info("checkpoint.allow_changes names %s, which did not change.", ", ".join(unused))
     _warn_of_changed_code(job, path)
     if moved := changed_layout(path, saved["config"], job.dist.layout):
         log.warning("The layout changed: %s. The run continues within rounding of the one before.", moved)

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 from forge_train.base.errors import ConfigError
 from forge_train.config import Config
-from forge_train.config.rules import LONGEST_NAME
 from forge_train.run.run import is_checkpoint, is_run, writing
 from forge_train.run.start import Start
 from forge_train_kit.lock import Lock, check, take
 from forge_train_kit.new_folder import is_unfinished
 from forge_train_kit.stores.elsewhere import CopiesOf, no_copies
+
+from ..configuration.rules import LONGEST_NAME
 
 if TYPE_CHECKING:
     from forge_train.mesh.distributed import DistributedContext
