@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from forge_train.base.errors import ConfigError
-from forge_train.plugin.calling import Specs, gives
 from forge_train.plugin.calls import EnabledPlugin
+from forge_train.plugin.dispatch import Specs, gives
 
 
 def takes(plugin: EnabledPlugin, slots: Collection[str], specs: Specs) -> dict[str, tuple[str, ...]]:

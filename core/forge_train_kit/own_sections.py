@@ -64,8 +64,8 @@ def saved_model(job: Job, name: str, weights: str, *, head: str, key: str) -> Ex
     Raises:
         ConfigError: it is no checkpoint, or one of another head.
     """
-    from forge_train.plugin.calling import gives
     from forge_train.plugin.calls import EnabledPlugin
+    from forge_train.plugin.dispatch import gives
     from forge_train.registry.discovery import discover, load
 
     from .facts import tuners

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from forge_train.contract.batch import Batch
-from forge_train.plugin.calling import Specs
 from forge_train.plugin.calls import EnabledPlugin
+from forge_train.plugin.dispatch import Specs
 from forge_train.plugin.inspection import Inspection, ReturnCheck
 from forge_train.plugin.specs import HookSpec
 

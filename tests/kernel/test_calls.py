@@ -39,7 +39,7 @@ from forge_train import (
 from forge_train.base.names import PluginRef
 from forge_train.contract.events import Evaluation, Finished, StepResult
 from forge_train.plugin import hookspecs as kernel
-from forge_train.plugin.calls import Calls, EnabledPlugin, implemented
+from forge_train.plugin.calls import EnabledPlugin, Implementations, implemented
 from forge_train.plugin.hookspecs import SPECS
 from forge_train.plugin.job import Hooks
 from forge_train.registry.declared import Specs
@@ -607,7 +607,7 @@ def test_a_shuffled_set_of_many_plugins_is_the_same_facade() -> None:
     for seed in range(5):
         shuffled = classes[:]
         random.Random(seed).shuffle(shuffled)
-        calls = Calls.of(
+        calls = Implementations.of(
             [
                 (EnabledPlugin(PluginRef(c.__name__.lower(), "d", "1", "m:c"), c, specs=SPECS), c(None, []))
                 for c in shuffled

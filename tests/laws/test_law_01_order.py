@@ -16,7 +16,7 @@ from forge_train.base.names import PluginRef
 from forge_train.compose.compose import compose
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
-from forge_train.plugin.calls import Calls
+from forge_train.plugin.calls import Implementations
 from forge_train.plugin.job import Job
 from forge_train.registry import discovery
 from forge_train.registry.setup import Setup
@@ -157,18 +157,18 @@ def test_nor_does_the_order_of_entry_points(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("found")
 def test_nor_does_the_order_of_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Calls.of.__func__  # type: ignore[attr-defined]
+    real = Implementations.of.__func__  # type: ignore[attr-defined]
 
     def setups() -> Iterator[Setup]:
         for seed in range(6):
 
-            def shuffled(cls: Any, plugins: Any, specs: Any, seed: int = seed) -> Calls:
+            def shuffled(cls: Any, plugins: Any, specs: Any, seed: int = seed) -> Implementations:
                 plugins = list(plugins)
                 random.Random(seed).shuffle(plugins)
-                calls: Calls = real(cls, plugins, specs)
+                calls: Implementations = real(cls, plugins, specs)
                 return calls
 
-            monkeypatch.setattr(Calls, "of", classmethod(shuffled))
+            monkeypatch.setattr(Implementations, "of", classmethod(shuffled))
             yield ask(NAMES, "", *WATCHING, "toy_model", "toy_data")
 
     same(setups(), tmp_path)

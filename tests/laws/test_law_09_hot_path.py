@@ -14,7 +14,7 @@ from torch import Tensor
 
 import toys
 from forge_train import Batch, BatchPhase, Metric, Plugin, PrepareBatch, StepResult, hookimpl
-from forge_train.plugin.calls import Calls
+from forge_train.plugin.calls import Implementations
 from forge_train_kit import metrics
 from forge_train_tools.testing import run_forge
 from hot_path import Watch, counting, waits
@@ -126,13 +126,13 @@ def test_hooks_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             seen.append(step.step)
 
     seen: list[Any] = []
-    real = Calls.collect
+    real = Implementations.collect
 
-    def collect(self: Calls, hook: str, *arguments: Any, **more: Any) -> Any:
+    def collect(self: Implementations, hook: str, *arguments: Any, **more: Any) -> Any:
         seen.append(hook)
         return real(self, hook, *arguments, **more)
 
-    monkeypatch.setattr(Calls, "collect", collect)
+    monkeypatch.setattr(Implementations, "collect", collect)
     config = {"checkpoint.every": 2, "train.evaluate_every": 2}
     toys.run(tmp_path, Everything, toys.Noise, toys.Average, steps=6, config=config)
     first = seen.index(1)
@@ -142,13 +142,13 @@ def test_hooks_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_events_of_a_step_cost_one_call_for_each_who_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
-    real = Calls._invoke
+    real = Implementations._invoke
 
-    def invoke(self: Calls, hook: str, *arguments: Any) -> Any:
+    def invoke(self: Implementations, hook: str, *arguments: Any) -> Any:
         calls[hook] += 1
         return real(self, hook, *arguments)
 
-    monkeypatch.setattr(Calls, "_invoke", invoke)
+    monkeypatch.setattr(Implementations, "_invoke", invoke)
     toys.run(tmp_path, toys.Noise, toys.Average, steps=5, config={"log.every": 5})
     assert calls["on_step"] == 5
     assert calls["on_gradients"] == 5

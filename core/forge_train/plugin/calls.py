@@ -121,7 +121,7 @@ def _watches(plugin: EnabledPlugin) -> int:
 
 
 @dataclass
-class Calls:
+class Implementations:
     """The implementations of every hook, in the order of plugin names, called one by one.
 
     pluggy registers them. It is not asked to call them: its order is that of registration, its errors name nobody.
@@ -133,7 +133,9 @@ class Calls:
     _trace: bool = field(default_factory=lambda: os.environ.get("FORGE_TRACE_HOOKS") == "1")
 
     @classmethod
-    def of(cls, plugins: Iterable[tuple[EnabledPlugin, Plugin]], specs: Mapping[str, HookSpec[..., Any]]) -> Calls:
+    def of(
+        cls, plugins: Iterable[tuple[EnabledPlugin, Plugin]], specs: Mapping[str, HookSpec[..., Any]]
+    ) -> Implementations:
         """Register plugins whose hooks were found to fit.
 
         Raises:

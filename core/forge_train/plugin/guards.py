@@ -13,7 +13,7 @@ from ..base.format import place
 from ..base.names import HookOrigin
 from ..contract.batch import Batch, BatchPhase, Preparation, PrepareStep
 from ..contract.protocols import Span
-from .calls import Calls
+from .calls import Implementations
 from .inspection import Inspection, ReturnCheck
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def first_state(stateful: Any, whose: HookOrigin, inspection: Inspection) -> dic
 
 
 def preparing(
-    source: HookOrigin, given: Sequence[tuple[str, Preparation]], calls: Calls, dist: DistributedContext
+    source: HookOrigin, given: Sequence[tuple[str, Preparation]], calls: Implementations, dist: DistributedContext
 ) -> Prepare:
     """Combine what plugins do to the batches of a step into one function.
 

@@ -15,8 +15,8 @@ from ..contract.protocols import (
     Schedule,
 )
 from ..run.control import Control
-from .calling import Caller
 from .calls import at_home
+from .dispatch import Dispatch
 from .guards import Prepare, first_state, preparing
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Hooks(Caller):
+class Hooks(Dispatch):
     """The enabled plugins of a run: `job.hooks`. Its methods check or combine the answers of the kernel's hooks; a hook
     without a method is called by its spec: `hookspecs.task(job)`."""
 

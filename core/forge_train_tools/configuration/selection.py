@@ -8,10 +8,10 @@ from typing import Any
 from forge_train.base.names import canonical
 from forge_train.config import Config
 from forge_train.config.tree import CONDITIONAL, Key
-from forge_train.plugin.calling import Caller
+from forge_train.plugin.dispatch import Dispatch
 
 
-def selection(config: Config, hooks: Caller) -> dict[str, Any]:
+def selection(config: Config, hooks: Dispatch) -> dict[str, Any]:
     """Keys of a configuration, apart from its sections, that enable the same plugins again, on other layouts too."""
     found: dict[str, Any] = {"plugins": list(config.plugins)}
     base = {key: value for key, value in config.base.items() if key[0] == "defaults"}
@@ -24,7 +24,7 @@ def selection(config: Config, hooks: Caller) -> dict[str, Any]:
     return found
 
 
-def _in_tables(slots: Mapping[str, str], base: Mapping[Key, Any], hooks: Caller) -> Iterator[tuple[str, Any]]:
+def _in_tables(slots: Mapping[str, str], base: Mapping[Key, Any], hooks: Dispatch) -> Iterator[tuple[str, Any]]:
     """Defaults as they stand in a file: those with a condition in its table."""
     conditions = {key[2]: key[1] for key in base if key[1] in CONDITIONAL}
     tables: dict[str, dict[str, str]] = {}

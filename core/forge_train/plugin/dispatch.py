@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..base.errors import ConfigError
 from ..base.names import HookOrigin, PluginRef, import_module
-from .calls import Calls, EnabledPlugin, at_home, without
+from .calls import EnabledPlugin, Implementations, at_home, without
 from .guards import Guarded, nesting
 from .inspection import Inspection
 from .plugin import Plugin
@@ -20,7 +20,7 @@ Specs = Mapping[str, HookSpec[..., Any]]
 _T = TypeVar("_T")
 
 
-class Caller:
+class Dispatch:
     """The enabled plugins of a run, and the specs by which they are called."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Caller:
         self.called: set[str] = set()
         self.spans: dict[str, list[tuple[str, Any]]] = {}  # a span, and what plugins answered about it
         self.inside: list[str] = []  # spans that the run is in, outermost first, where there is an `around`
-        self._calls = Calls.of(plugins, specs)
+        self._calls = Implementations.of(plugins, specs)
         self._calls.inspection = self.inspection
 
     def provider(self, slot: str) -> str | None:
@@ -206,7 +206,7 @@ def gives(plugin: EnabledPlugin, slot: str, specs: Specs) -> str:
     return plugin.cls.gives.get(slot, specs[slot].gives if slot in specs else "")
 
 
-def selection(config: Config, hooks: Caller) -> dict[str, Any]:
+def selection(config: Config, hooks: Dispatch) -> dict[str, Any]:
     """Keys of a configuration, apart from its sections, that enable the same plugins again."""
     return {"plugins": [*config.plugins], "without": [*config.without], "defaults": {**config.defaults}}
 
