@@ -32,8 +32,10 @@ class WatchedLoader:
         self._seen.documents |= ids is not None and bool((ids != ids[:, :1]).any())
         for row in range(len(batch.inputs)):
             digest = hashlib.sha256()
-            for name, tensor in sorted(batch.slice("batch", (row, row + 1)).tensors().items()):
-                digest.update(f"{name}{hash_of(tensor)}".encode())
+            alone = batch.slice("batch", (row, row + 1))
+            for name, tensor in sorted(alone.tensors().items()):
+                own = unpadded(tensor) if name in alone.extras and alone.axes_of(name).sequence is None else tensor
+                digest.update(f"{name}{hash_of(own)}".encode())
             self.rows.append(digest.hexdigest()[:16])
         return batch
 
@@ -63,6 +65,14 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
         if not kind.is_replicate() and mesh.size(list(names).index(name)) > 1
     ]
     return " ".join(sharded) or "whole", hash_of(local(tensor))
+
+
+def unpadded(tensor: Tensor) -> Tensor:
+    """An extra of one row, `[1, n, …]`, without the zeros at its end: they are as many as the rows beside it need."""
+    if tensor.dim() < 2:
+        return tensor
+    filled = tensor[0].flatten(1).any(1).nonzero() if tensor.dim() > 2 else tensor[0].nonzero()
+    return tensor[:, : int(filled.max()) + 1 if len(filled) else 0]
 
 
 def hash_of(tensor: Tensor) -> str:
