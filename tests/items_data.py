@@ -6,15 +6,18 @@ import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from forge_train import ConfigError, Job, Plugin, hookimpl
+from forge_train import Batch, ConfigError, Job, Plugin, hookimpl
+from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_kit.modalities import Encoder, Grid, Item, ItemSource, Modality
-
-FEATURES = 3
+from forge_train_plugins.data.tokenizer import Tokenizer
+from scans import FEATURES, ScanEncoder
 
 
 class Scan:
@@ -45,13 +48,14 @@ class Scan:
         return -(-grid[2] // self.merge)
 
     def encoder(self, dim: int) -> Encoder:
-        raise NotImplementedError
+        return ScanEncoder(dim)
 
 
 class Scans(Plugin):
     """Gives the modality."""
 
     api = (1, 0)
+    requires = ("fusion",)
 
     @hookimpl
     def modalities(self, job: Job) -> Iterable[Modality]:
@@ -83,3 +87,38 @@ def write_scans(folder: Path, sizes: Iterable[int]) -> list[str]:
 def write_records(path: Path, records: Iterable[object]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
+
+
+def job(
+    *modalities: Scan, rank: int = 0, ranks: int = 1, gives: str = "features", path: str = "bytes", **train: int
+) -> Any:
+    """A run of one process, or one rank of several, as the data sees it."""
+    given = modalities or (Scan(),)
+
+    def call(spec: Any, arguments: Any) -> Any:
+        return open_tokenizer(path) if spec.name == "tokenizer" else [("scans", list(given))]
+
+    section = Tokenizer.Config(path=path)
+    return SimpleNamespace(
+        hooks=SimpleNamespace(
+            call=call,
+            provider=lambda slot: slot,
+            plugins={"tokenizer": Tokenizer(section)},
+            gives=lambda slot: gives,
+        ),
+        config=SimpleNamespace(
+            train=SimpleNamespace(**{"sequence": 24, "micro_batch": 2, "evaluate_every": 0, **train}),
+            sections={"tokenizer": section},
+        ),
+        dist=SimpleNamespace(data_rank=rank, data_ranks=ranks, main=True),
+        device=torch.device("cpu"),
+        seed=0,
+    )
+
+
+def same(one: Batch, other: Batch) -> bool:
+    """Return True if two batches have the same bits."""
+    mine, its = one.tensors(), other.tensors()
+    return mine.keys() == its.keys() and all(
+        mine[name].dtype == its[name].dtype and torch.equal(mine[name], its[name]) for name in mine
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,42 +12,15 @@ import torch
 from forge_train import MASKED, Batch, ConfigError
 from forge_train_kit.data.plugin import Prefetch
 from forge_train_kit.data.reading import SampleError
-from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_plugins.data.multimodal import Multimodal
-from forge_train_plugins.data.tokenizer import Tokenizer
-from items_data import FEATURES, Scan, encoded, scan, write_records, write_scans
+from forge_train_tools.testing import run_forge
+from items_data import FEATURES, Scan, encoded, job, same, scan, write_records, write_scans
 
 pytestmark = [pytest.mark.unit]
 
 SIZES = (1, 4, 2, 3, 5, 2, 1)
 TEXTS = ("<scan>ab", "a<scan><scan>bcd", "only text", "<scan>", "x<scan>y<scan>z", "<scan>!")
 END = 256
-
-
-def job(
-    *modalities: Scan, rank: int = 0, ranks: int = 1, gives: str = "features", path: str = "bytes", **train: int
-) -> Any:
-    given = modalities or (Scan(),)
-
-    def call(spec: Any, arguments: Any) -> Any:
-        return open_tokenizer(path) if spec.name == "tokenizer" else [("scans", list(given))]
-
-    section = Tokenizer.Config(path=path)
-    return SimpleNamespace(
-        hooks=SimpleNamespace(
-            call=call,
-            provider=lambda slot: slot,
-            plugins={"tokenizer": Tokenizer(section)},
-            gives=lambda slot: gives,
-        ),
-        config=SimpleNamespace(
-            train=SimpleNamespace(**{"sequence": 24, "micro_batch": 2, "evaluate_every": 0, **train}),
-            sections={"tokenizer": section},
-        ),
-        dist=SimpleNamespace(data_rank=rank, data_ranks=ranks, main=True),
-        device=torch.device("cpu"),
-        seed=0,
-    )
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -92,13 +64,6 @@ def wanted() -> list[tuple[str, list[Any]]]:
             number += 1
         found.append((text, items))
     return found
-
-
-def same(one: Batch, other: Batch) -> bool:
-    mine, its = one.tensors(), other.tensors()
-    return mine.keys() == its.keys() and all(
-        mine[name].dtype == its[name].dtype and torch.equal(mine[name], its[name]) for name in mine
-    )
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "pad"])
@@ -253,7 +218,7 @@ def test_an_item_that_changed_since_it_was_measured_is_told(tmp_path: Path) -> N
         ({"text": "a<scan>", "scans": [{"bytes": None}]}, "an item is neither a path nor an address"),
         ({"text": "a<scan>", "scans": ["text.npy"]}, "text.npy: is no scan that can be read: "),
         ({"text": "a<scan>", "scans": ["data:,x"]}, "a data: URL must be of base64"),
-        ({"text": "a<scan>", "scans": ["data:;base64,x"]}, "the content of a data: URL is no base64"),
+        ({"text": "a<scan>", "scans": ["data:;base64,x"]}, "the content of an item is no base64"),
         ({"text": "a<clip>", "clips": ["0.npy"]}, "no enabled plugin gives a modality 'clip', whose items are"),
         ({"text": "<scan>", "scans": ["long.npy"]}, "line 2, has 31, 30 of them positions of items."),
         ({"scans": []}, "no string under 'text' (multimodal.field)"),
@@ -274,3 +239,22 @@ def test_an_item_that_fits_in_no_row_is_told(tmp_path: Path) -> None:
     given = [{"text": "a<scan>", "scans": ["long.npy"]}]
     with pytest.raises(ConfigError, match=r"line 1: an item of 'scan' takes 30 positions, and a row has 24 tokens"):
         plugin(tmp_path, given, long="right").build_data(job(), "train")
+
+
+def test_a_run_that_stops_goes_on_bitwise_with_other_workers(tmp_path: Path) -> None:
+    names = write_scans(tmp_path, (1, 3, 2, 4))
+    given = [{"text": f"<scan>{at}", "scans": [names[at % 4]]} for at in range(40)]
+    values = {
+        "multimodal.path": str(write_records(tmp_path / "data.jsonl", given)),
+        "multimodal.cache": str(tmp_path / "cache"),
+        "decoder.vocabulary": 257,
+        "train.evaluate_every": 0,
+    }
+    plugins = ("multimodal", "items_data:Scans")
+    whole = run_forge(plugins, values, steps=4, folder=tmp_path / "whole")
+    run_forge(plugins, values, steps=4, stop_at=2, folder=tmp_path / "parts")
+    ahead = {"multimodal.prefetch": {"workers": 2, "kind": "processes"}}
+    parts = run_forge(plugins, values | ahead, steps=4, folder=tmp_path / "parts")
+    for (name, one), other in zip(whole.model.named_parameters(), parts.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert any("fusion" in name for name, _ in whole.model.named_parameters())

@@ -44,7 +44,7 @@ def job(here: Path, sequence: int = 48, rank: int = 0, ranks: int = 1, seed: int
     plugin = Tokenizer(section)
     return SimpleNamespace(
         hooks=SimpleNamespace(
-            call=lambda spec, arguments: plugin.tokenizer(None),  # type: ignore[arg-type]
+            call=lambda spec, arguments: [] if spec.name == "modalities" else plugin.tokenizer(None),  # type: ignore[arg-type]
             provider=lambda slot: slot,
             plugins={"tokenizer": plugin},
         ),

@@ -86,7 +86,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
 TINY = {"decoder.dim": 32, "decoder.layers": 1, "decoder.heads": 4, "train.sequence": 32, "train.global_batch": 4}
 TOGETHER = (
     *("tokens", "classify", "token_classify", "embed", "reward", "dpo", "text_labels", "text_pairs", "sft"),
-    "prefix",
+    *("prefix", "multimodal"),
 )
 """Plugins that only work with each other, or with each other's records."""
 

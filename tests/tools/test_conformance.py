@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
+import items_data
 from crossed import marked
 from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimpl
 from forge_train.registry.discovery import DISTRIBUTION, discover
@@ -66,6 +67,19 @@ def of_feedback(name: str, folder: Path) -> dict[str, Any]:
     return {"text_feedback.path": str(folder / "feedback.jsonl"), **more, "plugins": plugins}
 
 
+def of_records(name: str, folder: Path) -> dict[str, Any]:
+    """Records in a folder of `datasets`, or with items."""
+    if name == "hf_datasets":
+        records = [{"text": f"line {number}\n" * 20} for number in range(400)]
+        datasets.Dataset.from_list(records).save_to_disk(folder / "records")
+        return {"hf_datasets.path": str(folder / "records"), "hf_datasets.cache": str(folder / "cache")}
+    scans = items_data.write_scans(folder, (1, 3, 2, 4))
+    marked = [{"text": f"say {at} <scan>", "scans": [scans[at % 4]]} for at in range(400)]
+    path = str(items_data.write_records(folder / "records.jsonl", marked))
+    more = {"multimodal.cache": str(folder / "cache"), "multimodal.held_out": 0.3, "decoder.vocabulary": 257}
+    return {"multimodal.path": path, **more, "plugins": ["items_data:Scans"]}
+
+
 def needed(name: str, folder: Path) -> dict[str, Any]:
     """What a plugin can't be tried without."""
     if name == "distill":
@@ -86,6 +100,8 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
             "plugins": ["pair_task:Contrast"],
         }
         return {"text_pairs.path": str(folder / "pairs.jsonl"), **more}
+    if name in ("hf_datasets", "multimodal"):
+        return of_records(name, folder)
     judged = name in ("kto", "text_feedback")
     if judged or name in ("classify", "token_classify", "text_labels", "embed", "reward", "dpo"):
         return of_feedback(name, folder) if judged else of_a_head(name, folder)
@@ -97,10 +113,6 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     if name == "hf":
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         return {"hf.type": "gpt_neox", "hf.set": sizes}
-    if name == "hf_datasets":
-        records = [{"text": f"line {number}\n" * 20} for number in range(400)]
-        datasets.Dataset.from_list(records).save_to_disk(folder / "records")
-        return {"hf_datasets.path": str(folder / "records"), "hf_datasets.cache": str(folder / "cache")}
     return {"mla": {"decoder.kv_heads": 4}, "prefix": {"plugins": ["scans:Scans"]}}.get(name, {})
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from .documents import Documents
     from .held_out import Side
+    from .items import Records
     from .rows import Pieces, Rows
     from .shard import Shard
 
@@ -204,9 +205,12 @@ def _pieces(documents: Documents, sequence: int, packing: str) -> Pieces:
     return Pieces(document[order], start[order], length[order], packed.row_ends)
 
 
-def laid_out(documents: Documents, sequence: int, pieces: Pieces, *, packing: str, pad: int) -> Rows:
-    """Pieces of documents as rows, or as buckets where that is the packing."""
+def laid_out(documents: Documents | Records, sequence: int, pieces: Pieces, *, packing: str, pad: int) -> Rows:
+    """Pieces of documents as rows, or as buckets where that is the packing; with their items, if they are records."""
+    from .items import ItemRows, Records
     from .rows import Buckets, PackedRows
 
+    if isinstance(documents, Records):
+        return ItemRows(documents, sequence, pieces, pad=pad)
     made = Buckets if packing == "buckets" else PackedRows
     return made(documents, sequence, pieces, pad=pad)

@@ -14,7 +14,8 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError, ForgeError
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
-from forge_train_kit.data.items import PromptItems, no_items, padded
+from forge_train_kit.data.items import PromptItems, RowItems, padded
+from forge_train_kit.enabled_modalities import enabled_modalities
 
 from ..offline.logits import continues
 from .drafting import Drafts, Guessing, chosen
@@ -120,7 +121,7 @@ class _Run:
         self._replicas = [_Replica() for _ in range(job.dist.data_ranks)]
         self._mine = self._replicas[job.dist.data_rank]
         self._forwards = Forwards(job, model)
-        self._no_items = no_items(job)
+        self._modalities = enabled_modalities(job)
         self._memory: Memory | None = None
         ranks = job.dist.gather_objects((job.dist.data_rank, self._forwards.sees_logits))
         self._leaders = [ranks.index((replica, True)) for replica in range(job.dist.data_ranks)]
@@ -174,11 +175,12 @@ class _Run:
 
     def _with_items(self, call: Call, row: Row | None) -> Call:
         """The first forward of a row with its items. All ranks run the encoders, whichever have some."""
-        if not self._no_items:
+        if not self._modalities:
             return call
         length = call.ids.shape[1]
         items = _items(row) if row else None
-        found = items.read(length) if items else {name: none(length) for name, none in self._no_items.items()}
+        none = {name: RowItems.none(one.features, length) for name, one in self._modalities.items()}
+        found = items.read(length) if items else none
         extras = {name: torch.from_numpy(one).to(self._job.device) for name, one in padded([found]).items()}
         return replace(call, items=extras)
 

@@ -181,7 +181,7 @@ class Requests:
             ConfigError: there are some, and the model takes text alone.
         """
         if self.items is not None:
-            return self.items.entries(record, "", where)
+            return self.items.fields.entries(record, where)
         if self.chat or self.field or record.get(MESSAGES) is None:
             for name in ITEMS:
                 if record.get(name):

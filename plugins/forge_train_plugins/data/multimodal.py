@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import Batch, ConfigError, Ge, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
@@ -12,11 +12,13 @@ from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:
-    from forge_train import Job
-    from forge_train_kit.data.documents import Documents
+    import torch
+
+    from forge_train import Job, Model
     from forge_train_kit.data.held_out import Side
     from forge_train_kit.data.items import ItemFields
     from forge_train_kit.data.prepare import Preparation
+    from forge_train_kit.data.rows import Pieces
 
 
 class Multimodal(DataPlugin):
@@ -40,6 +42,8 @@ class Multimodal(DataPlugin):
         """Files, folders, patterns or addresses; each record has a text and its items."""
         field: str = "text"
         """Field of the text."""
+        items: str = ""
+        """Folder of relative paths of items; empty means the folder of the record's file."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
         """Treatment of a record longer than a row: it ends the run, is left out, or loses tokens and items on its left
         or right."""
@@ -55,7 +59,8 @@ class Multimodal(DataPlugin):
         """Folder for cached tokens; empty means forge-train/multimodal in $XDG_CACHE_HOME or ~/.cache."""
 
     config: Config
-    _sides: Mapping[Side, Documents] | None = None
+    _sides: Mapping[Side, Any] | None = None
+    _epoch: Pieces | None = None
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
@@ -69,19 +74,14 @@ class Multimodal(DataPlugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_kit.data.items import ItemRows
         from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
+        from forge_train_kit.data.tokens import laid_out
 
-        config = self.config
-        rows = ItemRows(
-            self._open(job)[split],
-            self._fields(job),
-            job.config.train.sequence,
-            long=config.long,
-            packing=config.packing,
-            key="multimodal",
-            pad=hookspecs.tokenizer(job).end or 0,
-        )
+        config, sequence, records = self.config, job.config.train.sequence, self._open(job)[split]
+        pieces = records.fitted(sequence, long=config.long, packing=config.packing, key="multimodal")
+        if split == "train":
+            self._epoch = pieces
+        rows = laid_out(records, sequence, pieces, packing=config.packing, pad=hookspecs.tokenizer(job).end or 0)
         if not rows.count:
             which = (
                 "training"
@@ -121,15 +121,26 @@ class Multimodal(DataPlugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
+        from forge_train_kit.data.items import no_items
         from forge_train_kit.data.loader import example
 
-        return example(job, isolate=True, items=self._fields(job).none(job.config.train.sequence))
+        return example(job, isolate=True, items=no_items(job))
 
-    def _open(self, job: Job) -> Mapping[Side, Documents]:
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        """Say how much is learned."""
+        from forge_train_kit.data.learned import tell_learned
+
+        if job.dist.main and self._sides is not None and self._epoch is not None:
+            tell_learned("multimodal", "records", self._sides, self._epoch, job)
+
+    def _open(self, job: Job) -> Mapping[Side, Any]:
         if self._sides is None:
+            from forge_train_kit.data.items import opened
             from forge_train_kit.data.prepare.cached import obtained
 
-            self._sides = obtained(self._wanted(job), job, "multimodal").sides
+            wanted = self._wanted(job)
+            self._sides = opened(obtained(wanted, job, "multimodal").sides, wanted.items)
         return self._sides
 
     def _wanted(self, job: Job) -> Preparation:
@@ -148,4 +159,7 @@ class Multimodal(DataPlugin):
         """
         from forge_train_kit.data.items import ItemFields
 
-        return ItemFields.of(job, self.config.path, "multimodal")
+        fields = ItemFields.of(job, self.config.path, "multimodal", self.config.items)
+        if fields is None:
+            raise ConfigError("multimodal: no enabled plugin gives a modality; enable one, or read texts with `text`.")
+        return fields

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from forge_train.config import Config as RunConfig
     from forge_train_kit.data.documents import Documents
     from forge_train_kit.data.held_out import Side
+    from forge_train_kit.data.items import Records
     from forge_train_kit.data.prepare import Preparation
     from forge_train_kit.data.rows import Pieces
 
@@ -39,6 +40,10 @@ class SFT(DataPlugin):
     Reads `{"messages": …}`, ShareGPT, `{"prompt", "completion"}` and Alpaca, from every file format there is. What is
     learned includes the token that ends the assistant's turn. Whole conversations are packed into rows. The run's copy
     of the tokenizer's files gets the template and the token that ends a turn, so that an export stops there.
+
+    With a modality, such as `image`, messages may have items: as parts of their content, as OpenAI writes them, or
+    beside the messages, with a placeholder for each, as in LLaVA's data. They stand where the template writes its
+    placeholder.
     """
 
     api = (1, 0)
@@ -48,6 +53,8 @@ class SFT(DataPlugin):
     class Config:
         path: str | tuple[str, ...] = ""
         """Files, folders, patterns or addresses with one conversation in each record."""
+        items: str = ""
+        """Folder of relative paths of items; see `multimodal.items`."""
         template: str = ""
         """The chat template: `chatml`, `llama3`, `plain`, a file, or the name of one of the tokenizer's; empty for its
         own."""
@@ -86,7 +93,7 @@ class SFT(DataPlugin):
         """Folder for tokens; empty for forge-train/sft in $XDG_CACHE_HOME or ~/.cache."""
 
     config: Config
-    _sides: Mapping[Side, Documents] | None = None
+    _sides: Mapping[Side, Any] | None = None
     _epoch: Pieces | None = None
     _model: Model | None = None
     _end: int | None = None
@@ -116,14 +123,13 @@ class SFT(DataPlugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_kit.data.fit import fitted
         from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
         from forge_train_kit.data.tokens import laid_out
 
         documents, sequence = self._open(job)[split], job.config.train.sequence
         check_weights(documents, job, "sft.path")
         packing = self.config.packing
-        pieces = fitted(documents, sequence, long=self.config.long, packing=packing, key="sft")
+        pieces = self._pieces(documents, sequence)
         if split == "train":
             self._epoch = pieces
         rows = laid_out(documents, sequence, pieces, packing=packing, pad=hookspecs.tokenizer(job).end or 0)
@@ -138,7 +144,7 @@ class SFT(DataPlugin):
     @hookimpl
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_kit.data.files import find
-        from forge_train_kit.data.fit import fitted
+        from forge_train_kit.data.items import opened
         from forge_train_kit.data.manifest import FILE, open_prepared
         from forge_train_kit.data.stages import counted, held_out, order, packed, sides
 
@@ -157,10 +163,8 @@ class SFT(DataPlugin):
             wanted = self._wanted(job)
             known = ""
             if (wanted.out / FILE).is_file():
-                found = open_prepared(wanted.out, key="sft.path").sides
-                pieces = fitted(
-                    found["train"], job.config.train.sequence, long=config.long, packing=config.packing, key="sft"
-                )
+                found: Mapping[Side, Any] = opened(open_prepared(wanted.out, key="sft.path").sides, wanted.items)
+                pieces = self._pieces(found["train"], job.config.train.sequence)
                 known, rows = f"; {sides(found)}", len(pieces.row_ends)
             yield "source", f"{counted(files)}{known}"
             yield "decode", "each record is a conversation"
@@ -170,9 +174,10 @@ class SFT(DataPlugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
+        from forge_train_kit.data.items import no_items
         from forge_train_kit.data.loader import example
 
-        return example(job, isolate=self.config.packing != "buckets")
+        return example(job, isolate=self.config.packing != "buckets", items=no_items(job))
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -216,16 +221,27 @@ class SFT(DataPlugin):
         if finished.outcome == "done" and self._job is not None:
             save_question(self._job, self)
 
-    def _open(self, job: Job) -> Mapping[Side, Documents]:
+    def _open(self, job: Job) -> Mapping[Side, Any]:
         if self._sides is None:
+            from forge_train_kit.data.items import opened
             from forge_train_kit.data.prepare.cached import end_of_turns, obtained
 
             wanted = self._wanted(job)
-            self._sides = obtained(wanted, job, "sft").sides
+            self._sides = opened(obtained(wanted, job, "sft").sides, wanted.items)
             self._end = end_of_turns(wanted, job)
         return self._sides
 
+    def _pieces(self, documents: Documents | Records, sequence: int) -> Pieces:
+        from forge_train_kit.data.fit import fitted
+        from forge_train_kit.data.items import Records
+
+        config = self.config
+        if isinstance(documents, Records):
+            return documents.fitted(sequence, long=config.long, packing=config.packing, key="sft")
+        return fitted(documents, sequence, long=config.long, packing=config.packing, key="sft")
+
     def _wanted(self, job: Job) -> Preparation:
+        from forge_train_kit.data.items import ItemFields
         from forge_train_kit.data.prepare.cached import wanted_of
 
         config = self.config
@@ -244,4 +260,5 @@ class SFT(DataPlugin):
             learn_pattern=config.learn_pattern,
             each_turn=config.each_turn,
             split_special_tokens=config.split_special_tokens,
+            items=ItemFields.of(job, config.path, "sft", config.items),
         )

@@ -1,11 +1,12 @@
 """Items beside text, such as images: found in records, prepared with their tokens, and read with their rows."""
 
 from .extras import RowItems, item_axes, padded
-from .fields import ItemFields
+from .fields import ItemFields, no_items
 from .kept import Kept
 from .marks import MarkingTokenizer
-from .prompts import ItemPrompts, PromptItems, no_items, prompts_of
-from .rows import ItemRows
+from .prompts import ItemPrompts, PromptItems, prompts_of
+from .rows import ItemRows, Records, opened
+from .weaver import Weaver
 
 __all__ = [
     "ItemFields",
@@ -14,9 +15,12 @@ __all__ = [
     "Kept",
     "MarkingTokenizer",
     "PromptItems",
+    "Records",
     "RowItems",
+    "Weaver",
     "item_axes",
     "no_items",
+    "opened",
     "padded",
     "prompts_of",
 ]

@@ -15,6 +15,7 @@ from forge_train import ConfigError
 from ...modalities import ItemSource
 from ...stores.addresses import is_remote
 from ..file import File
+from .fields import short
 from .kept import Kept
 
 
@@ -40,13 +41,14 @@ class Located:
         return ItemSource(self.here, where, self.offset, self.size)
 
 
-def located(entry: Any, file: File, where: str, kept: Kept) -> Located:
+def located(entry: Any, file: File, folder: str, where: str, kept: Kept) -> Located:
     """The place of an item.
 
     Args:
         entry: a path, relative to the record's file; an address; a `data:` URL; bytes; or an object that has one of
-            these as `bytes`, `path` or `url`, as `datasets` and chats have them.
+            these as `bytes`, `path` or `url`, or base64 as `base64` or `data`, as `datasets` and chats have them.
         file: of the record.
+        folder: of relative paths; empty for that of the file.
         where: the record, for messages.
         kept: takes what is not in a file of this machine.
 
@@ -55,16 +57,19 @@ def located(entry: Any, file: File, where: str, kept: Kept) -> Located:
     """
     given = entry
     if isinstance(entry, Mapping):
-        given = next((entry[key] for key in ("bytes", "path", "url") if entry.get(key) is not None), None)
+        given = next((entry[key] for key in ("bytes", "path", "url") if entry.get(key) is not None), entry)
+        encoded = next((entry[key] for key in ("base64", "data") if isinstance(entry.get(key), str)), None)
+        if given is entry and encoded is not None:
+            return _keep(_unpacked(encoded, where), kept)
     if isinstance(given, bytes):
         return _keep(given, kept)
     if not isinstance(given, str) or not given:
         raise ConfigError(
-            f"{where}: an item is neither a path nor an address, and has no bytes, path or url: {_short(entry)}."
+            f"{where}: an item is neither a path nor an address, and has no bytes, path or url: {short(entry)}."
         )
     if given.startswith("data:"):
         return _keep(_decoded(given, where), kept)
-    path = _path(given, file)
+    path = _path(given, file, folder)
     if is_remote(path):
         with File(path, key=where).open() as stream:
             return _keep(stream.read(), kept)
@@ -75,32 +80,29 @@ def located(entry: Any, file: File, where: str, kept: Kept) -> Located:
     return Located(path, path, -1, size)
 
 
-def _path(given: str, file: File) -> str:
+def _path(given: str, file: File, folder: str) -> str:
     given = given.removeprefix("file://")
     if is_remote(given) or given.startswith("/"):
         return given
-    return (
-        posixpath.normpath(posixpath.join(posixpath.dirname(file.address), given))
-        if file.local
-        else (f"{file.address.rpartition('/')[0]}/{given}")
-    )
+    if not folder and not file.local:
+        return f"{file.address.rpartition('/')[0]}/{given}"
+    return posixpath.normpath(posixpath.join(folder or posixpath.dirname(file.address), given))
 
 
 def _decoded(url: str, where: str) -> bytes:
     head, comma, content = url.partition(",")
     if not comma or not head.endswith(";base64"):
         raise ConfigError(f"{where}: a data: URL must be of base64, and begins with {url[:40]!r}.")
+    return _unpacked(content, where)
+
+
+def _unpacked(content: str, where: str) -> bytes:
     try:
         return base64.b64decode(content, validate=True)
     except binascii.Error as error:
-        raise ConfigError(f"{where}: the content of a data: URL is no base64 ({error}).") from error
+        raise ConfigError(f"{where}: the content of an item is no base64 ({error}).") from error
 
 
 def _keep(content: bytes, kept: Kept) -> Located:
     at = kept.add(content)
     return Located("", kept.path_of_part(), at, len(content))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:57]}…"

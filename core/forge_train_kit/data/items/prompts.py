@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import posixpath
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +13,14 @@ import numpy as np
 from ... import hookspecs
 from ...enabled_modalities import enabled_modalities
 from ...modalities import ItemSource
-from ...stores.addresses import is_remote
 from ..file import File
 from .extras import RowItems
-from .fields import ItemFields, Noted, Table
+from .fields import ItemFields
 from .kept import Kept
 from .marks import MarkingTokenizer
+from .notes import Noted, Table
 from .rows import gathered
+from .weaver import Weaver
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -68,14 +67,6 @@ class ItemPrompts:
                 text = placeholder * len(some) + text
         return text
 
-    def entries(self, record: Mapping[str, Any], text: str, where: str) -> dict[str, list[Any]]:
-        """The items of a record, by modality.
-
-        Raises:
-            ConfigError: naming the record, if its fields hold no items, or items that the model does not take.
-        """
-        return self.fields.entries(record, text, where)
-
     def place(
         self, marked: Sequence[int], entries: Mapping[str, Sequence[Any]], where: str, folder: str
     ) -> tuple[list[int], PromptItems]:
@@ -90,10 +81,10 @@ class ItemPrompts:
         Raises:
             ConfigError: naming the prompt.
         """
-        ids = np.asarray(marked, np.uint32)
-        learned = np.zeros(len(ids), np.uint8)
-        found = {name: [_absolute(one, folder) for one in some] for name, some in entries.items()}
-        (whole, _), (table, _) = self.fields.woven(ids, learned, found, self.tokenizer, File(where), "", self._kept)
+        ids, learned = np.asarray(marked, np.uint32), np.zeros(len(marked), np.uint8)
+        weaver = Weaver(replace(self.fields, folder=folder), self.tokenizer, File(where), self._kept)
+        found = {name: list(some) for name, some in entries.items()}
+        (whole, _), (table, _) = weaver.documents(ids, learned, found, where)
         placed = []
         for one in Table.of(table).items:
             path = f"/{one.path}" if one.path else self._kept.path_of_part()
@@ -105,19 +96,6 @@ class ItemPrompts:
         """The last items, as many as a text has placeholders: those of a chat without its oldest turns."""
         counts = {name: text.count(one.placeholder) for name, one in self.fields.modalities.items()}
         return {name: list(some)[max(len(some) - counts[name], 0) :] for name, some in entries.items()}
-
-
-def _absolute(entry: Any, folder: str) -> Any:
-    """An entry whose path does not depend on a folder."""
-    if isinstance(entry, Mapping) and isinstance(path := entry.get("path"), str):
-        return {**entry, "path": _absolute(path, folder)}
-    plain = isinstance(entry, str) and not entry.startswith(("/", "data:", "file://")) and not is_remote(entry)
-    return posixpath.join(folder, entry) if plain and entry else entry
-
-
-def no_items(job: Job) -> dict[str, Callable[[int], RowItems]]:
-    """Modality of a job → what makes a row of so many tokens without items."""
-    return {name: partial(RowItems.none, one.features) for name, one in enabled_modalities(job).items()}
 
 
 def prompts_of(job: Job) -> ItemPrompts | None:

@@ -6,7 +6,7 @@ import math
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,16 @@ from ...modalities import Item, ItemSource, Modality
 from ...stores.addresses import is_remote
 from ..documents import Documents, Int64
 from ..fit import Long, fitted
-from ..rows import Arrays, PackedRows
+from ..held_out import Side
+from ..rows import Arrays, PackedRows, Pieces
 from .extras import RowItems
-from .fields import ItemFields, Noted, Table, called
+from .fields import ItemFields, called
 from .kept import kept_path
+from .notes import Noted, Table
 
 
 class Records:
-    """The documents with tokens; those after them are tables of their items.
+    """Prepared records: every other document is one's tokens, and the document after it the table of its items.
 
     Args:
         documents: those of a folder prepared with `ItemFields`.
@@ -36,22 +38,27 @@ class Records:
     def __init__(self, documents: Documents, fields: ItemFields) -> None:
         self.count, self.digest, self.shards = documents.count // 2, documents.digest, documents.shards
         self.weighted = documents.weighted
-        self._documents, self._fields = documents, fields
+        self.documents, self.fields = documents, fields
+
+    @property
+    def tokens(self) -> int:
+        """Their number, tables left out."""
+        return int(self.lengths().sum())
 
     def span(self, record: int) -> tuple[int, int]:
-        return self._documents.span(2 * record)
+        return self.documents.span(2 * record)
 
     def learned(self, start: int, out: NDArray[np.bool_]) -> None:
-        self._documents.learned(start, out)
+        self.documents.learned(start, out)
 
     def lengths(self) -> Int64:
-        return self._documents.lengths()[::2]
+        return self.documents.lengths()[::2]
 
     def table(self, record: int) -> Table:
         """The items of a record."""
-        begin, end = self._documents.span(2 * record + 1)
+        begin, end = self.documents.span(2 * record + 1)
         document = np.zeros(end - begin, np.int64)
-        self._documents.take(begin, document)
+        self.documents.take(begin, document)
         return Table.of(document)
 
     def where(self, record: int) -> str:
@@ -63,7 +70,7 @@ class Records:
         if one.path:
             path = self._absolute(one.path)
         else:
-            shard = self._documents.path_of(2 * record)
+            shard = self.documents.path_of(2 * record)
             path = str(kept_path(shard.parent, shard.stem.rpartition("-")[2]))
         whole = one.offset < 0
         return ItemSource(path, self._where(table), 0 if whole else one.offset, None if whole else one.size)
@@ -79,41 +86,65 @@ class Records:
                 stop = one.start
         return start, stop - start
 
+    def fitted(self, sequence: int, *, long: Long, packing: str, key: str) -> Pieces:
+        """Whole records in rows of `sequence` tokens; see `fitted`. An item that a cut would divide is left out.
+
+        Raises:
+            ConfigError: there is a longer record, and it is to be refused; or an item that no row can hold; or records
+                are to be put into buckets.
+        """
+        if packing == "buckets":
+            raise ConfigError(f"{key}.packing: 'buckets' does not count items; choose best_fit or pad.")
+        self._check(sequence, long, key)
+        documents: Any = self
+        return fitted(documents, sequence, long=long, packing=packing, key=key, trimmed=self.trimmed)
+
+    def _check(self, sequence: int, long: Long, key: str) -> None:
+        lengths = self.lengths()
+        longer = np.flatnonzero(lengths > sequence)
+        if long == "refuse" and len(longer):
+            longest = int(lengths.argmax())
+            items = sum(one.length for one in self.table(longest).items)
+            raise ConfigError(
+                f"{key}.long: {len(longer):,} of {len(lengths):,} records are longer than a row of {sequence:,} "
+                f"tokens; {self.where(longest)}, has {int(lengths[longest]):,}, {items:,} of them positions of items. "
+                "Raise train.sequence, or choose drop, left or right."
+            )
+        for record in longer.tolist() if long != "drop" else ():
+            for one in self.table(record).items:
+                if one.length > sequence:
+                    raise ConfigError(
+                        f"{self.where(record)}: an item of {one.modality!r} takes {one.length:,} positions, and a row "
+                        f"has {sequence:,} tokens (train.sequence); choose {key}.long = 'drop' to leave such records "
+                        "out."
+                    )
+
     def _where(self, table: Table) -> str:
         return f"{self._absolute(table.file)}, {table.place}" if table.place else self._absolute(table.file)
 
     def _absolute(self, path: str) -> str:
-        return path if is_remote(path) else posixpath.normpath(posixpath.join(self._fields.root, path))
+        return path if is_remote(path) else posixpath.normpath(posixpath.join(self.fields.root, path))
+
+
+def opened(sides: Mapping[Side, Documents], fields: ItemFields | None) -> Mapping[Side, Documents | Records]:
+    """Both sides of a prepared folder: of records, if it has items."""
+    return sides if fields is None else {side: Records(one, fields) for side, one in sides.items()}
 
 
 class ItemRows(PackedRows):
     """Whole records in rows, with their items.
 
     Args:
-        documents: those of a folder prepared with `ItemFields`.
-        fields: of the preparation.
+        records: of one side.
         sequence: tokens in a row.
-        long, packing, key: see `fitted`. An item that a cut would divide is left out.
+        pieces: what lies where; their documents are numbers of records.
         pad: the token id of padding.
     """
 
-    def __init__(
-        self,
-        documents: Documents,
-        fields: ItemFields,
-        sequence: int,
-        *,
-        long: Long,
-        packing: Literal["best_fit", "pad"],
-        key: str,
-        pad: int,
-    ) -> None:
-        self._records, self._fields = Records(documents, fields), fields
-        records: Any = self._records
-        self._check(sequence, long, key)
-        pieces = fitted(records, sequence, long=long, packing=packing, key=key, trimmed=self._records.trimmed)
+    def __init__(self, records: Records, sequence: int, pieces: Pieces, *, pad: int) -> None:
+        super().__init__(records.documents, sequence, replace(pieces, document=pieces.document * 2), pad=pad)
+        self._records, self._fields = records, records.fields
         self.pieces = pieces
-        super().__init__(documents, sequence, replace(pieces, document=pieces.document * 2), pad=pad)
 
     def read(self, rows: Int64) -> Arrays:
         return replace(super().read(rows), items=tuple(self._items(row) for row in rows.tolist()))
@@ -136,31 +167,6 @@ class ItemRows(PackedRows):
     def _items(self, row: int) -> Mapping[str, RowItems]:
         return gathered(self._fields, self.inside(row), self._sequence)
 
-    def _check(self, sequence: int, long: Long, key: str) -> None:
-        """Refuse a record that is longer than a row, or an item that no row can hold.
-
-        Raises:
-            ConfigError: naming the record.
-        """
-        lengths = self._records.lengths()
-        longer = np.flatnonzero(lengths > sequence)
-        if long == "refuse" and len(longer):
-            longest = int(lengths.argmax())
-            items = sum(one.length for one in self._records.table(longest).items)
-            raise ConfigError(
-                f"{key}.long: {len(longer):,} of {len(lengths):,} records are longer than a row of {sequence:,} "
-                f"tokens; {self._records.where(longest)}, has {int(lengths[longest]):,}, {items:,} of them positions "
-                "of items. Raise train.sequence, or choose drop, left or right."
-            )
-        for record in longer.tolist() if long != "drop" else ():
-            for one in self._records.table(record).items:
-                if one.length > sequence:
-                    raise ConfigError(
-                        f"{self._records.where(record)}: an item of {one.modality!r} takes {one.length:,} positions, "
-                        f"and a row has {sequence:,} tokens (train.sequence); choose {key}.long = 'drop' to leave "
-                        "such records out."
-                    )
-
 
 def gathered(fields: ItemFields, placed: Iterable[tuple[ItemSource, Noted, int]], sequence: int) -> dict[str, RowItems]:
     """Decode the items of a row, of all modalities.
@@ -175,7 +181,8 @@ def gathered(fields: ItemFields, placed: Iterable[tuple[ItemSource, Noted, int]]
     """
     values: dict[str, list[NDArray[Any]]] = {name: [] for name in fields.modalities}
     grids: dict[str, list[tuple[int, int, int]]] = {name: [] for name in fields.modalities}
-    vectors, found = dict.fromkeys(fields.modalities, 0), fields.none(sequence)
+    vectors = dict.fromkeys(fields.modalities, 0)
+    found = {name: RowItems.none(one.features, sequence) for name, one in fields.modalities.items()}
     for source, one, at in placed:
         values[one.modality].append(_decoded(fields.modalities[one.modality], source, one).values)
         grids[one.modality].append(one.grid)

@@ -33,7 +33,8 @@ from ..chats import (
     turn_end,
 )
 from ..formats import lookup, text_of, utf8
-from ..items import ItemFields, Kept, MarkingTokenizer
+from ..items import Kept, MarkingTokenizer, Weaver
+from ..items.speech import Speech, written_by
 from ..labels import labelled
 from ..maps import Maps
 from ..shard import Ids, Learned
@@ -85,6 +86,8 @@ class Maker:
         )
         ends = {*opened.stops, *([] if template is None else [turn_end(template, opened)])}
         split_key = wanted.key("split_special_tokens")
+        if wanted.split_special_tokens and wanted.items is not None:
+            raise ConfigError(f"{split_key}: placeholders of items are special tokens in a text; leave it out.")
         special = _special(opened, split_key) if wanted.split_special_tokens else ()
         return cls(opened, template, maps, frozenset(id for id in ends if id is not None), special, split_key)
 
@@ -125,8 +128,11 @@ def encoded(
         maker: of tokens.
         kept: takes items that lie in records.
     """
+    weaver = None
     if isinstance(maker.tokenizer, MarkingTokenizer) and wanted.items is not None:
-        yield from with_items(piece, wanted, wanted.items, maker.tokenizer, kept)
+        weaver = Weaver(wanted.items, maker.tokenizer, piece.file, kept)
+    if weaver is not None and maker.template is None:
+        yield from with_items(piece, wanted, weaver)
     elif wanted.labels is not None:
         for text, (tokens, classes) in labelled(_placed(piece), wanted.labels, maker.tokenizer):
             yield text, [(tokens, None, len(text)), (classes, None, 0)]
@@ -137,34 +143,31 @@ def encoded(
         for text, both in answers(piece, wanted, maker, maker.template):
             yield text, [*both]
     elif maker.template is not None:
-        for text, turns in chats(piece, wanted, maker, maker.template):
+        for text, turns in chats(piece, wanted, maker, maker.template, weaver):
             yield text, [*turns]
 
 
 def with_items(
-    piece: Piece, wanted: Preparation, fields: ItemFields, tokenizer: MarkingTokenizer, kept: Kept
+    piece: Piece, wanted: Preparation, weaver: Weaver
 ) -> Iterator[tuple[bytes, list[tuple[Ids, Learned | None, int]]]]:
     """The text of each record of a piece, and its documents: tokens with room for its items, and a table of these."""
-    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
-        where = piece.file.at(place)
+    for where, record in _placed(piece):
         name = wanted.field_of(piece.file)
-        text = utf8(text_of(record, name, where, wanted.key("field")), f"{where}: {name!r}")
-        encoded = [*tokenizer.begin, *tokenizer.encode(text.decode())]
-        if not encoded:
-            raise ConfigError(f"{where}: the text has no token.")
-        ids = np.asarray([*encoded, *([] if tokenizer.end is None else [tokenizer.end])], np.int64)
-        entries = fields.entries(record, text.decode(), where)
-        both = fields.woven(ids, np.ones(len(ids), np.uint8), entries, tokenizer, piece.file, place, kept)
-        yield text, [(*both[0], len(text)), (*both[1], 0)]
+        text = text_of(record, name, where, wanted.key("field"))
+        content = utf8(text, f"{where}: {name!r}")
+        tokens, table = weaver.text(record, text, where)
+        yield content, [(*tokens, len(content)), (*table, 0)]
 
 
 def chats(
-    piece: Piece, wanted: Preparation, maker: Maker, template: Template
+    piece: Piece, wanted: Preparation, maker: Maker, template: Template, weaver: Weaver | None = None
 ) -> Iterator[tuple[bytes, list[tuple[Ids, Learned, int]]]]:
     """Text of each conversation of a piece, and token ids, what is learned and bytes of its documents: one, or one for
-    each turn."""
+    each turn; and after each the table of its items, if there is a weaver."""
+    written = {} if weaver is None else written_by(template, weaver.fields.modalities)
     for where, record in _named(piece, wanted, maker):
-        found = conversation(record, where)
+        speech = None if weaver is None else Speech(record, weaver, written, where)
+        found = conversation(record if speech is None else speech.record, where)
         samples = found.by_turn() if wanted.each_turn else []
         text, members = b"", list[tuple[Ids, Learned, int]]()
         for one in samples or [found]:
@@ -173,7 +176,12 @@ def chats(
             text, _, member = _chat(one, wanted, maker, template)
             if not member[1].any():
                 raise ConfigError(f"{one.where}: no token is learned of this conversation.")
-            members.append(member)
+            if weaver is None or speech is None:
+                members.append(member)
+                continue
+            ids, learned, size = member
+            tokens, table = weaver.documents(ids, learned, speech.of(one), one.where)
+            members += [(*tokens, size), (*table, 0)]
         yield text, members
 
 

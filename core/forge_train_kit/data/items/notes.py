@@ -1,0 +1,51 @@
+"""The table of a record's items, as a prepared folder has it: JSON, one token for each byte."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...modalities import Grid
+from ..shard import Ids
+
+
+class Noted(NamedTuple):
+    """An item of a prepared record."""
+
+    modality: str
+    start: int
+    """First position in the document."""
+    length: int
+    """Positions in the document."""
+    vectors: int
+    grid: Grid
+    path: str
+    """Relative to the folder of all data files; empty for items that are kept beside the tokens."""
+    offset: int
+    size: int
+    """Bytes of the item, from `offset` on; of a file that is an item as a whole, with an offset of −1."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Items of a prepared record, and where that is from."""
+
+    file: str
+    """Relative to the folder of all data files; or an address."""
+    place: str
+    items: tuple[Noted, ...]
+
+    def document(self) -> Ids:
+        """The table as a document."""
+        content = json.dumps([self.file, self.place, [list(one) for one in self.items]], separators=(",", ":"))
+        return np.frombuffer(content.encode(), np.uint8).astype(np.uint32)
+
+    @classmethod
+    def of(cls, document: NDArray[Any]) -> Table:
+        """Parse a document."""
+        file, place, items = json.loads(document.astype(np.uint8).tobytes())
+        return cls(file, place, tuple(Noted._make([*one[:4], tuple(one[4]), *one[5:]]) for one in items))

@@ -1,0 +1,108 @@
+"""Texts and their items, woven into one document, with a table of the items after it."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forge_train import ConfigError
+
+from ...modalities import Grid
+from ..file import File
+from ..shard import Ids, Learned
+from .fields import ItemFields, called
+from .kept import Kept
+from .located import located
+from .marks import MarkingTokenizer
+from .notes import Noted, Table
+
+
+@dataclass(frozen=True)
+class Weaver:
+    """Makes the two documents of each record of a file: its tokens with room for its items, and their table.
+
+    Args:
+        fields: that hold the items.
+        tokenizer: of the preparation.
+        file: of the records.
+        kept: takes items that are not in files of this machine.
+    """
+
+    fields: ItemFields
+    tokenizer: MarkingTokenizer
+    file: File
+    kept: Kept
+
+    def text(self, record: Mapping[str, Any], text: str, where: str) -> list[tuple[Ids, Learned]]:
+        """The documents of a text, all of which is learned.
+
+        Raises:
+            ConfigError: as `documents`; the text has no token.
+        """
+        tokenizer = self.tokenizer
+        ids = [*tokenizer.begin, *tokenizer.encode(text)]
+        if not ids:
+            raise ConfigError(f"{where}: the text has no token.")
+        self.fields.check(record, text, where)
+        ended = np.asarray([*ids, *([] if tokenizer.end is None else [tokenizer.end])], np.int64)
+        return self.documents(ended, np.ones(len(ended), np.uint8), self.fields.entries(record, where), where)
+
+    def documents(
+        self, ids: Ids, learned: Learned, entries: Mapping[str, list[Any]], where: str
+    ) -> list[tuple[Ids, Learned]]:
+        """Both documents, each with what of it is learned.
+
+        Args:
+            ids: with marks.
+            learned: of each.
+            entries: the record's items, by modality.
+            where: the record, for messages.
+
+        Raises:
+            ConfigError: naming the file and the place.
+        """
+        tokenizer = self.tokenizer
+        marks = [(at, tokenizer.marks[int(ids[at])]) for at in np.flatnonzero(ids >= tokenizer.vocabulary).tolist()]
+        for name, some in entries.items():
+            if (there := sum(one == name for _, one in marks)) != len(some):
+                raise self.miscounted(name, there, len(some), where)
+        left = {name: iter(some) for name, some in entries.items()}
+        pieces, masks, noted = list[Ids](), list[Learned](), list[Noted]()
+        last = position = 0
+        for at, name in marks:
+            pieces.append(ids[last:at])
+            masks.append(learned[last:at])
+            position += at - last
+            one = self._noted(name, next(left[name]), position, where)
+            pieces.append(np.full(one.length, tokenizer.fill[name], np.uint32))
+            masks.append(np.zeros(one.length, learned.dtype))
+            noted.append(one)
+            position, last = position + one.length, at + 1
+        place = where.removeprefix(self.file.label).removeprefix(", ")
+        table = Table(self._relative(self.file.address), place, tuple(noted)).document()
+        whole = np.concatenate([*pieces, ids[last:]]).astype(np.uint32)
+        return [(whole, np.concatenate([*masks, learned[last:]])), (table, np.zeros(len(table), learned.dtype))]
+
+    def miscounted(self, name: str, there: int, items: int, where: str) -> ConfigError:
+        """The error for a number of placeholders that is not that of the items."""
+        times = {0: "not once", 1: "once"}.get(there, f"{there} times")
+        return ConfigError(
+            f"{where}: the text has {self.fields.modalities[name].placeholder} {times}, and the record {items} "
+            f"{name if items == 1 else f'{name}s'}; give one for each."
+        )
+
+    def _noted(self, name: str, entry: Any, position: int, where: str) -> Noted:
+        modality, found = self.fields.modalities[name], located(entry, self.file, self.fields.folder, where, self.kept)
+        sizes = called(modality, "measure", found.source(where))
+        grid: Grid = (int(sizes[0]), int(sizes[1]), int(sizes[2]))
+        vectors = int(modality.positions(grid))
+        length = 1 if self.fields.alone else vectors
+        return Noted(name, position, length, vectors, grid, self._relative(found.path), found.offset, found.size)
+
+    def _relative(self, path: str) -> str:
+        """A path without the folder of all data files, which may move; an address as it is."""
+        return posixpath.relpath(path, self.fields.root) if path.startswith("/") else path
