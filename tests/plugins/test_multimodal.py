@@ -172,6 +172,20 @@ def test_prepared_data_is_made_again_when_the_modality_counts_otherwise(tmp_path
         assert int((next(made).extras["scan_places"][0] >= 0).sum()) == length
 
 
+def test_records_of_the_same_items_are_held_out_together(tmp_path: Path) -> None:
+    names = write_scans(tmp_path, [1] * 40)
+    given = [{"text": f"<scan>{text}", "scans": [name]} for name in names for text in ("a", "b")]
+    made = plugin(tmp_path, given, held_out=0.4, packing="pad")
+    seen = []
+    for side in ("train", "validation"):
+        loader: Any = made.build_data(job(micro_batch=1), side)  # type: ignore[arg-type]
+        rows = loader._stream.rows.count
+        seen.append([float(next(loader).extras["scan_values"].min()) for _ in range(rows)])
+        assert all(seen[-1].count(one) == 2 for one in seen[-1])
+        assert rows > 10
+    assert not set(seen[0]) & set(seen[1])
+
+
 @pytest.mark.parametrize(("long", "says"), [("right", ["ab**"]), ("left", ["***cd"]), ("drop", ["fits"])])
 def test_an_item_is_never_cut(tmp_path: Path, long: str, says: list[str]) -> None:
     scans = write_scans(tmp_path, [2, 3, 3])

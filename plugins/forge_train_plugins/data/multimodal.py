@@ -50,7 +50,7 @@ class Multimodal(DataPlugin):
         packing: Literal["best_fit", "pad"] = "best_fit"
         """Several records in a row, or one."""
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
-        """Share of the records that is kept for evaluation."""
+        """Share of the records that is kept for evaluation; those of the same items stay together."""
         shuffle: bool = True
         """Use a different order of the rows in every epoch."""
         prefetch: Annotated[Prefetch, Volatile()] = Prefetch()
@@ -99,7 +99,7 @@ class Multimodal(DataPlugin):
         from forge_train_kit.data.stages import counted, held_out, order
 
         config = self.config
-        yield "filter", held_out(config.held_out, "records by the hash of their text")
+        yield "filter", held_out(config.held_out, "records by the hash of their items")
         yield "filter", f"records longer than a row: {config.long}"
         yield "order", order(job, shuffle=config.shuffle)
         yield (

@@ -25,7 +25,7 @@ class Kept:
     def __init__(self, path: Path) -> None:
         self._path, self._part = path, path.with_name(f".{path.name}.part")
         self._file: BinaryIO | None = None
-        self._known: dict[bytes, int] = {}
+        self._known: dict[str, int] = {}
         self._size = 0
 
     def __enter__(self) -> Kept:
@@ -36,16 +36,16 @@ class Kept:
             self._file.close()
         self._part.unlink(missing_ok=True)
 
-    def add(self, content: bytes) -> int:
-        """Write an item, and return where it begins."""
-        digest = hashlib.blake2b(content, digest_size=16).digest()
+    def add(self, content: bytes) -> tuple[int, str]:
+        """Write an item, and return where it begins, and its hash."""
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         if digest not in self._known:
             if self._file is None:
                 self._file = self._part.open("wb")
             self._file.write(content)
             self._known[digest] = self._size
             self._size += len(content)
-        return self._known[digest]
+        return self._known[digest], digest
 
     def path_of_part(self) -> str:
         """The file as long as it is written, with all that was added."""

@@ -28,12 +28,14 @@ class Located:
         here: path of the file now, which may have another name later.
         offset: of its first byte; −1 if it is all of the file.
         size: in bytes.
+        digest: of the bytes, if they are kept.
     """
 
     path: str
     here: str
     offset: int
     size: int
+    digest: str = ""
 
     def source(self, where: str) -> ItemSource:
         if self.offset < 0:
@@ -104,5 +106,5 @@ def _unpacked(content: str, where: str) -> bytes:
 
 
 def _keep(content: bytes, kept: Kept) -> Located:
-    at = kept.add(content)
-    return Located("", kept.path_of_part(), at, len(content))
+    at, digest = kept.add(content)
+    return Located("", kept.path_of_part(), at, len(content), digest)

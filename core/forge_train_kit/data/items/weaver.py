@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,19 @@ from ..file import File
 from ..shard import Ids, Learned
 from .fields import ItemFields, called
 from .kept import Kept
-from .located import located
+from .located import Located, located
 from .marks import MarkingTokenizer
 from .notes import Noted, Table
+
+
+class Woven(NamedTuple):
+    """A record with items."""
+
+    tokens: tuple[Ids, Learned]
+    """The document of its tokens, and what of it is learned."""
+    table: tuple[Ids, Learned]
+    key: bytes
+    """Decides whether it is held out: its items if it has some, so that records of the same items are on one side."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +47,11 @@ class Weaver:
     file: File
     kept: Kept
 
-    def text(self, record: Mapping[str, Any], text: str, where: str) -> list[tuple[Ids, Learned]]:
-        """The documents of a text, all of which is learned.
+    def text(self, record: Mapping[str, Any], text: str, where: str) -> Woven:
+        """A text, all of which is learned.
 
         Raises:
-            ConfigError: as `documents`; the text has no token.
+            ConfigError: as `woven`; the text has no token.
         """
         tokenizer = self.tokenizer
         ids = [*tokenizer.begin, *tokenizer.encode(text)]
@@ -49,17 +59,17 @@ class Weaver:
             raise ConfigError(f"{where}: the text has no token.")
         self.fields.check(record, text, where)
         ended = np.asarray([*ids, *([] if tokenizer.end is None else [tokenizer.end])], np.int64)
-        return self.documents(ended, np.ones(len(ended), np.uint8), self.fields.entries(record, where), where)
+        entries = self.fields.entries(record, where)
+        return self.woven(ended, np.ones(len(ended), np.uint8), entries, text.encode(), where)
 
-    def documents(
-        self, ids: Ids, learned: Learned, entries: Mapping[str, list[Any]], where: str
-    ) -> list[tuple[Ids, Learned]]:
-        """Both documents, each with what of it is learned.
+    def woven(self, ids: Ids, learned: Learned, entries: Mapping[str, list[Any]], text: bytes, where: str) -> Woven:
+        """A record.
 
         Args:
             ids: with marks.
             learned: of each.
             entries: the record's items, by modality.
+            text: of the record.
             where: the record, for messages.
 
         Raises:
@@ -71,13 +81,15 @@ class Weaver:
             if (there := sum(one == name for _, one in marks)) != len(some):
                 raise self.miscounted(name, there, len(some), where)
         left = {name: iter(some) for name, some in entries.items()}
-        pieces, masks, noted = list[Ids](), list[Learned](), list[Noted]()
+        pieces, masks, noted, keys = list[Ids](), list[Learned](), list[Noted](), list[str]()
         last = position = 0
         for at, name in marks:
             pieces.append(ids[last:at])
             masks.append(learned[last:at])
             position += at - last
-            one = self._noted(name, next(left[name]), position, where)
+            found = located(next(left[name]), self.file, self.fields.folder, where, self.kept)
+            one = self._noted(name, found, position, where)
+            keys.append(one.path or found.digest)
             pieces.append(np.full(one.length, tokenizer.fill[name], np.uint32))
             masks.append(np.zeros(one.length, learned.dtype))
             noted.append(one)
@@ -85,7 +97,8 @@ class Weaver:
         place = where.removeprefix(self.file.label).removeprefix(", ")
         table = Table(self._relative(self.file.address), place, tuple(noted)).document()
         whole = np.concatenate([*pieces, ids[last:]]).astype(np.uint32)
-        return [(whole, np.concatenate([*masks, learned[last:]])), (table, np.zeros(len(table), learned.dtype))]
+        masked = np.concatenate([*masks, learned[last:]]), np.zeros(len(table), learned.dtype)
+        return Woven((whole, masked[0]), (table, masked[1]), "\n".join(keys).encode() or text)
 
     def miscounted(self, name: str, there: int, items: int, where: str) -> ConfigError:
         """The error for a number of placeholders that is not that of the items."""
@@ -95,8 +108,8 @@ class Weaver:
             f"{name if items == 1 else f'{name}s'}; give one for each."
         )
 
-    def _noted(self, name: str, entry: Any, position: int, where: str) -> Noted:
-        modality, found = self.fields.modalities[name], located(entry, self.file, self.fields.folder, where, self.kept)
+    def _noted(self, name: str, found: Located, position: int, where: str) -> Noted:
+        modality = self.fields.modalities[name]
         sizes = called(modality, "measure", found.source(where))
         grid: Grid = (int(sizes[0]), int(sizes[1]), int(sizes[2]))
         vectors = int(modality.positions(grid))

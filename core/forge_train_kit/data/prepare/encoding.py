@@ -119,8 +119,8 @@ def _special(tokenizer: Tokenizer, key: str) -> tuple[str, ...]:
 def encoded(
     piece: Piece, wanted: Preparation, maker: Maker, kept: Kept
 ) -> Iterator[tuple[bytes, list[tuple[Ids, Learned | None, int]]]]:
-    """The text of each record of a piece, and its documents, each with what of it is learned, if not all, and the bytes
-    of its text.
+    """The text of each record of a piece, by which it is held out, or its items; and its documents, each with what of
+    it is learned, if not all, and the bytes of its text.
 
     Args:
         piece: of a file.
@@ -155,8 +155,8 @@ def with_items(
         name = wanted.field_of(piece.file)
         text = text_of(record, name, where, wanted.key("field"))
         content = utf8(text, f"{where}: {name!r}")
-        tokens, table = weaver.text(record, text, where)
-        yield content, [(*tokens, len(content)), (*table, 0)]
+        made = weaver.text(record, text, where)
+        yield made.key, [(*made.tokens, len(content)), (*made.table, 0)]
 
 
 def chats(
@@ -180,8 +180,9 @@ def chats(
                 members.append(member)
                 continue
             ids, learned, size = member
-            tokens, table = weaver.documents(ids, learned, speech.of(one), one.where)
-            members += [(*tokens, size), (*table, 0)]
+            made = weaver.woven(ids, learned, speech.of(one), text, one.where)
+            text = made.key
+            members += [(*made.tokens, size), (*made.table, 0)]
         yield text, members
 
 
