@@ -8,12 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import fakes
+from forge_train_kit.model.rope import rotated
 from forge_train_plugins.modalities._vision.encoder import VisionEncoder
 from forge_train_plugins.modalities._vision.modality import Pictures
-from forge_train_plugins.modalities._vision.places import places
-from forge_train_plugins.modalities._vision.transformer import LearnedPositions, Places
+from forge_train_plugins.modalities._vision.places import Places, places
+from forge_train_plugins.modalities._vision.positions import LearnedPositions, Rotary, Sines
 from forge_train_plugins.modalities.vision import Image
 
 pytestmark = pytest.mark.unit
@@ -23,6 +26,17 @@ MODES: dict[str, dict[str, Any]] = {
     "square": {},
     "keep": {"fit": "keep"},
     "class token": {"class_token": True, "first_norm": True, "patch_bias": False, "activation": "quick_gelu"},
+    "pooling, keep, sines": {"fit": "keep", "connector": "pooling", "positions": "sines"},
+    "pooling, rotary": {"connector": "pooling", "positions": "rotary"},
+    "resampler": {"connector": "resampler", "queries": 3, "merge": 1},
+    "resampler, keep, rotary": {
+        "fit": "keep",
+        "positions": "rotary",
+        "connector": "resampler",
+        "queries": 3,
+        "merge": 1,
+    },
+    "sines_1d": {"fit": "keep", "positions": "sines_1d"},
     "linear": {"connector": "linear", "final_norm": False, "bias": False},
 }
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -31,8 +45,10 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 def encoder(mode: str) -> VisionEncoder:
     """An encoder in fp64, of width 8, built without memory as models are."""
     with torch.device("meta"):
-        built: Any = Pictures(Image.Config(**SMALL, **MODES[mode])).encoder(8)
-    built.to_empty(device="cpu").vision.pixels.reset_buffers()
+        built: Any = Pictures(Image.Config(**{**SMALL, **MODES[mode]})).encoder(8)
+    for module in built.to_empty(device="cpu").modules():
+        if hasattr(module, "reset_buffers"):
+            module.reset_buffers()
     return fakes.initialised(built).double()
 
 
@@ -56,6 +72,12 @@ def batch(rows: list[list[tuple[tuple[int, int, int], Tensor]]], room: int = 0) 
     return values, grids
 
 
+def vectors(built: VisionEncoder, *given: tuple[tuple[int, int, int], Tensor]) -> int:
+    """Feature vectors of items."""
+    queries = getattr(built.connector, "queries", None)
+    return sum(len(values) // built.merge**2 if queries is None else len(queries.weight) for _, values in given)
+
+
 def gradients(built: VisionEncoder, given: tuple[Tensor, Tensor], counts: list[int]) -> dict[str, Tensor]:
     """Of a sum over the first features of each row, each with a weight of its own."""
     built.zero_grad()
@@ -72,7 +94,7 @@ def gradients(built: VisionEncoder, given: tuple[Tensor, Tensor], counts: list[i
 def test_an_item_has_the_same_features_wherever_it_is(mode: str) -> None:
     built, (one, two, three) = encoder(mode), items(mode)
     alone = [built(*batch([[item]]))[0] for item in (one, two, three)]
-    counts = [len(values) // 4 for _, values in (one, two, three)]
+    counts = [vectors(built, item) for item in (one, two, three)]
     assert [len(features) for features in alone] == counts
     packed = built(*batch([[two, one], [three]], room=60))
     torch.testing.assert_close(packed[0, : counts[1] + counts[0]], torch.cat((alone[1], alone[0])))
@@ -82,15 +104,15 @@ def test_an_item_has_the_same_features_wherever_it_is(mode: str) -> None:
 @each_mode
 def test_padding_changes_no_feature_and_no_gradient(mode: str) -> None:
     built, (one, two, three) = encoder(mode), items(mode)
-    counts = [(len(one[1]) + len(two[1])) // 4, len(three[1]) // 4]
+    counts = [vectors(built, one, two), vectors(built, three)]
     values, grids = batch([[one, two], [three]], room=70)
     clean = gradients(built, (values, grids), counts)
     dirty = torch.randint(0, 256, values.shape, dtype=torch.uint8)
-    for row, count in enumerate(counts):
-        dirty[row, : 4 * count] = values[row, : 4 * count]
+    for row, count in enumerate(grids.prod(-1).sum(-1).tolist()):
+        dirty[row, :count] = values[row, :count]
     assert not dirty.equal(values)
     for name, gradient in gradients(built, (dirty, F.pad(grids, (0, 0, 0, 2))), counts).items():
-        assert clean[name].abs().max() > 0, name
+        assert clean[name].abs().max() > 0 or name.endswith("k.bias"), name  # softmax does not see it
         torch.testing.assert_close(gradient, clean[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
@@ -136,17 +158,62 @@ def test_places_follow_the_order_of_patches() -> None:
     assert where.item[0].tolist() == [0] * 8 + [1] * 8 + [3] * 4
 
 
+def grid(rows: int, columns: int, *, frame: bool) -> Places:
+    """The places of one frame, in reading order."""
+    row, column = (x.flatten() for x in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
+    one = torch.ones_like(row)
+    return Places(row, column, one * rows, one * columns, one, 1, one if frame else None)
+
+
 def test_other_shapes_see_the_grid_interpolated() -> None:
     positions = fakes.initialised(LearnedPositions(4, 6, class_token=False, std=1.0)).double()
     table = positions.table.weight.T.reshape(1, 6, 4, 4)
     for rows, columns in ((4, 4), (2, 3), (1, 7), (8, 5)):
-        row, column = (x.flatten() for x in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
-        count = torch.full_like(row, 1)
-        where = Places(row, column, count * rows, count * columns, frame=count)
         expected = F.interpolate(table, (rows, columns), mode="bilinear", align_corners=False)[0].flatten(1).T
-        torch.testing.assert_close(positions(where), expected, rtol=1e-6, atol=1e-6)
-    square = Places(row * 0 + 3, row * 0 + 1, row, row)
-    torch.testing.assert_close(positions(square)[0], positions.table.weight[13])
+        torch.testing.assert_close(positions(grid(rows, columns, frame=True)), expected, rtol=1e-6, atol=1e-6)
+    assert positions(grid(4, 4, frame=False)).equal(positions.table.weight)
+
+
+def test_sines_tell_row_and_column_or_the_number() -> None:
+    two, one = Sines(8, axes=2)(grid(3, 5, frame=True)), Sines(8, axes=1)(grid(3, 5, frame=True))
+    row, column = two.view(3, 5, 2, 4).unbind(2)
+    assert (row == row[:, :1]).all()
+    assert (column == column[:1]).all()
+    angles = torch.tensor([[2.0, 0.02], [3.0, 0.03]])
+    expected = torch.cat((angles.sin(), angles.cos()), -1)
+    torch.testing.assert_close(torch.stack((row[2, 3], column[2, 3])), expected)
+    angles = 13.0 * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    torch.testing.assert_close(one[13], torch.cat((angles.sin(), angles.cos())))
+
+
+def test_places_and_rotation_are_those_of_qwen2_vl() -> None:
+    transformers = pytest.importorskip("transformers")
+    module = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    grids = torch.tensor([[1, 4, 6], [1, 2, 2]])
+    where = places(grids[None], 28, 2)
+    ids = module.get_vision_position_ids(grids, 2)
+    assert torch.stack((where.row[0], where.column[0]), -1).equal(ids.view(28, 2).long())
+    config = transformers.Qwen2VLConfig(vision_config={"embed_dim": 16, "num_heads": 2}).vision_config
+    cos, sin = module.Qwen2VLVisionRotaryEmbedding(config)(torch.zeros(1), ids)
+    q = torch.randn(28, 2, 8)
+    expected, _ = module.apply_rotary_pos_emb_vision(q, q, cos, sin)
+    torch.testing.assert_close(rotated(q[None], *Rotary(8)(where))[0], expected)
+
+
+def test_rotation_sees_only_distances() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    q, k = (rotated(one, *Rotary(8)(grid(3, 5, frame=True)))[0, :, 0] for one in (q, k))
+    torch.testing.assert_close(q[0] @ k[6], q[8] @ k[14])
+
+
+@pytest.mark.parametrize("mode", ["pooling, rotary", "resampler"])
+def test_vectors_depend_on_all_that_they_may_see(mode: str) -> None:
+    built = encoder(mode)
+    features = torch.randn(1, 16, 16, dtype=torch.float64, requires_grad=True)
+    out = built.connector(features, None)
+    (seen,) = torch.autograd.grad(out[0, 1].sum(), features)
+    whole = range(16) if mode == "resampler" else range(4, 8)
+    assert [at for at in range(16) if seen[0, at].abs().max() > 0] == [*whole]
 
 
 def test_counts_operations() -> None:
@@ -155,6 +222,14 @@ def test_counts_operations() -> None:
     block = 4 * dim * dim + 2 * dim * 24
     products = 2 * patches * (48 * dim + 2 * block) + 2 * (patches // 4) * 64 * 8
     assert built.flops(patches) == products + 2 * 4 * patches * 16 * dim
+
+
+@each_mode
+def test_counts_the_operations_that_torch_counts(mode: str) -> None:
+    built, grid = encoder(mode).float(), (1, 4, 4)
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        built(torch.zeros(1, 16, 48, dtype=torch.uint8), torch.tensor([[grid]]))
+    assert built.flops(16) == counted.get_total_flops()
 
 
 @each_mode

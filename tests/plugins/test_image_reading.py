@@ -214,4 +214,28 @@ def test_goes_to_workers_without_tensors(tmp_path: Path) -> None:
     modality = pickle.loads(pickle.dumps(pictures(fit="keep", merge=2)))
     assert modality == pictures(fit="keep", merge=2)
     assert modality.positions((1, 4, 2)) == 2
-    assert modality.public() == {"size": 16, "patch": 4, "merge": 2, "fit": "keep"}
+    assert modality.public() == {"size": 16, "patch": 4, "merge": 2, "fit": "keep", "queries": 0}
+    assert pictures(connector="resampler", queries=5).positions((1, 4, 2)) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"size": 18}, "image.size: expected a multiple of patch · merge = 4."),
+        ({"heads": 5}, "image.heads: expected a divisor of dim = 192."),
+        ({"class_token": True, "fit": "keep"}, 'image.class_token: needs fit = "square" and positions = "learned".'),
+        ({"class_token": True, "positions": "sines"}, "image.class_token: needs"),
+        (
+            {"dim": 6, "heads": 2, "positions": "rotary"},
+            'image.dim: expected a multiple of 8 for positions = "rotary".',
+        ),
+        ({"dim": 6, "positions": "sines"}, 'image.dim: expected a multiple of 4 for positions = "sines".'),
+        ({"connector": "resampler"}, 'image.queries: is for connector = "resampler", which needs at least one.'),
+        ({"queries": 4}, "image.queries: is for"),
+        ({"connector": "resampler", "queries": 4, "merge": 2}, "image.merge: a resampler takes patches one by one"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], says: str) -> None:
+    plugin = Image(Image.Config(**{"size": 16, "patch": 4, "merge": 1, **options}))
+    (problem,) = plugin.check_config()
+    assert f"{problem.key}: {problem.message}".startswith(says)

@@ -57,8 +57,15 @@ class Image(Plugin):
         """Mean of red, green and blue, of 0 to 1, that is subtracted from pixels."""
         deviation: tuple[Annotated[float, Gt(0)], Annotated[float, Gt(0)], Annotated[float, Gt(0)]] = (0.5, 0.5, 0.5)
         """Standard deviation of red, green and blue that pixels are divided by."""
-        connector: Literal["linear", "mlp"] = "mlp"
-        """From the features of merged patches to the model's width: one projection, or two with GELU in between."""
+        positions: Literal["learned", "sines", "sines_1d", "rotary"] = "learned"
+        """Add a learned vector of each place in the grid, interpolated for images of another shape; sines of row and
+        column; sines of the number in reading order; or rotate queries and keys by row and column (Qwen2-VL)."""
+        connector: Literal["linear", "mlp", "pooling", "resampler"] = "mlp"
+        """Project the features of merged patches to the model's width (linear), twice with GELU in between (mlp), after
+        their mean has attended to them (pooling), or after learned queries have attended to the whole image, which
+        then takes as many positions as there are queries (resampler)."""
+        queries: Annotated[int, Ge(0)] = 0
+        """Learned queries of the resampler."""
         std: Annotated[float, Gt(0)] = 0.02
         """Standard deviation of initial weights."""
 
@@ -71,8 +78,14 @@ class Image(Plugin):
             yield Problem("image.size", f"expected a multiple of patch · merge = {one.patch * one.merge}.")
         if one.dim % one.heads:
             yield Problem("image.heads", f"expected a divisor of dim = {one.dim}.")
-        if one.class_token and one.fit == "keep":
-            yield Problem("image.class_token", 'images of several sizes have no class token; set fit = "square".')
+        if one.class_token and (one.fit == "keep" or one.positions != "learned"):
+            yield Problem("image.class_token", 'needs fit = "square" and positions = "learned".')
+        if one.dim % (unit := {"sines": 4, "sines_1d": 2, "rotary": 4 * one.heads}.get(one.positions, 1)):
+            yield Problem("image.dim", f'expected a multiple of {unit} for positions = "{one.positions}".')
+        if (one.connector == "resampler") != (one.queries > 0):
+            yield Problem("image.queries", 'is for connector = "resampler", which needs at least one.')
+        if one.connector == "resampler" and one.merge > 1:
+            yield Problem("image.merge", "a resampler takes patches one by one; set it to 1.")
 
     @hookimpl
     def modalities(self, job: Job) -> list[Modality]:

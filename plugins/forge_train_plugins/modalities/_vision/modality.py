@@ -27,7 +27,7 @@ class Pictures:
 
     def public(self) -> Mapping[str, Any]:
         one = self.config
-        return {"size": one.size, "patch": one.patch, "merge": one.merge, "fit": one.fit}
+        return {"size": one.size, "patch": one.patch, "merge": one.merge, "fit": one.fit, "queries": one.queries}
 
     def measure(self, source: ItemSource) -> Grid:
         from .reading import opened, upright
@@ -44,6 +44,8 @@ class Pictures:
 
     def positions(self, grid: Grid) -> int:
         frames, height, width = grid
+        if self.config.queries:
+            return self.config.queries
         return frames * height * width // self.config.merge**2
 
     def encoder(self, dim: int) -> Encoder:

@@ -17,10 +17,12 @@ class Places:
     column: Tensor
     rows: Tensor
     columns: Tensor
-    frame: Tensor | None = None
-    """A number that the patches of one frame share, and no others of the row."""
-    item: Tensor | None = None
+    item: Tensor
     """The number of the item in its row; of padding, the number of items."""
+    items: int
+    """Items of a row at most; at least one."""
+    frame: Tensor | None
+    """A number that the patches of one frame share, and no others of the row; None where a row is a frame."""
 
 
 def places(grids: Tensor, patches: int, merge: int, temporal: int = 1) -> Places:
@@ -43,4 +45,4 @@ def places(grids: Tensor, patches: int, merge: int, temporal: int = 1) -> Places
     time, inner = group * temporal + inner // merge**2, inner % merge**2
     across = columns // merge
     row, column = block // across * merge + inner // merge, block % across * merge + inner % merge
-    return Places(row, column, rows, columns, item * (patches + 1) + time, item)
+    return Places(row, column, rows, columns, item, max(items, 1), item * (patches + 1) + time)

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Init
-from forge_train_kit.model import Embedding, LayerNorm, Linear
+from forge_train_kit.model import LayerNorm, Linear
+from forge_train_kit.model.rope import rotated
 
 from .places import Places
+from .positions import LearnedPositions, Rotary, Sines
 
 if TYPE_CHECKING:
     from ..vision import Image
@@ -44,7 +46,8 @@ class VisionTransformer(nn.Module):
         self.pixels = Pixels(config)
         self.patches = Linear(config.patch**2 * 3, dim, bias=config.patch_bias, std=config.std)
         self.class_token = ClassToken(dim, config.std) if config.class_token else None
-        self.positions = LearnedPositions(config.size // config.patch, dim, config.class_token, config.std)
+        self.positions = _positions(config)
+        self.rotary = Rotary(dim // config.heads) if config.positions == "rotary" else None
         self.first_norm = LayerNorm(dim, config.norm_eps) if config.first_norm else None
         self.layers = nn.ModuleDict({str(index): VisionBlock(config) for index in range(config.layers)})
         self.norm = LayerNorm(dim, config.norm_eps) if config.final_norm else None
@@ -55,13 +58,15 @@ class VisionTransformer(nn.Module):
         Args:
             where: the places of the patches; without `frame`, each row is one frame.
         """
-        x = self.patches(self.pixels(values, self.patches.weight.dtype)) + self.positions(where)
-        if self.class_token is not None:
+        x = self.patches(self.pixels(values, self.patches.weight.dtype))
+        x = x if self.positions is None else x + self.positions(where).to(x.dtype)
+        if self.class_token is not None and isinstance(self.positions, LearnedPositions):
             x = torch.cat((self.class_token(self.positions.of_class(x.device)).expand(len(x), 1, -1), x), 1)
         x = x if self.first_norm is None else self.first_norm(x)
         mask = None if where.frame is None else (where.frame[:, None] == where.frame[..., None])[:, None]
+        turn = None if self.rotary is None else self.rotary(where)
         for layer in self.layers.values():
-            x = layer(x, mask)
+            x = layer(x, mask, turn)
         features: Tensor = x if self.norm is None else self.norm(x)
         return features if self.class_token is None else features[:, 1:]
 
@@ -72,6 +77,15 @@ class VisionTransformer(nn.Module):
         weights = sum(p.numel() for p in self.layers.parameters() if p.ndim > 1)
         attention = 4 * rows * (frame + (self.class_token is not None)) * dim * len(self.layers)
         return 2 * (rows * weights + patches * self.patches.weight.numel()) + attention
+
+
+def _positions(config: Image.Config) -> LearnedPositions | Sines | None:
+    """The module that gives what is added to patches."""
+    if config.positions == "rotary":
+        return None
+    if config.positions == "learned":
+        return LearnedPositions(config.size // config.patch, config.dim, config.class_token, config.std)
+    return Sines(config.dim, axes=1 if config.positions == "sines_1d" else 2)
 
 
 class Pixels(nn.Module):
@@ -111,47 +125,6 @@ class ClassToken(nn.Module):
         return self.weight + position
 
 
-class LearnedPositions(nn.Module):
-    """A vector for each place of a grid, in reading order, after that of the class token if there is one.
-
-    Frames of another shape see the grid interpolated bilinearly, as `F.interpolate` does with `align_corners=False`.
-    """
-
-    def __init__(self, side: int, dim: int, class_token: bool, std: float) -> None:
-        super().__init__()
-        self.table = Embedding(side * side + class_token, dim, std=std)
-        self.side, self.before = side, int(class_token)
-
-    def forward(self, where: Places) -> Tensor:
-        """The positions of places `[…]`, `[…, dim]`."""
-        if where.frame is None:
-            return self._at(where.row, where.column)
-        top, bottom, down = self._between(where.row, where.rows)
-        left, right, over = self._between(where.column, where.columns)
-        above = self._mixed(self._at(top, left), self._at(top, right), over)
-        below = self._mixed(self._at(bottom, left), self._at(bottom, right), over)
-        return self._mixed(above, below, down)
-
-    def of_class(self, device: torch.device) -> Tensor:
-        """The position of the class token, `[dim]`."""
-        position: Tensor = self.table(torch.zeros((), dtype=torch.int64, device=device))
-        return position
-
-    def _at(self, row: Tensor, column: Tensor) -> Tensor:
-        position: Tensor = self.table(row * self.side + column + self.before)
-        return position
-
-    def _between(self, index: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of an index in a side of the given size: the neighbours in the grid, and how far it is to the second."""
-        place = ((index + 0.5) * (self.side / size) - 0.5).clamp(0, self.side - 1)
-        first = place.floor()
-        return first.long(), (first.long() + 1).clamp(max=self.side - 1), (place - first)[..., None]
-
-    @staticmethod
-    def _mixed(one: Tensor, other: Tensor, share: Tensor) -> Tensor:
-        return (one * (1 - share) + other * share).to(one.dtype)
-
-
 class VisionBlock(nn.Module):
     """Attention and feed-forward, each with a norm before it."""
 
@@ -166,10 +139,18 @@ class VisionBlock(nn.Module):
         self.up = Linear(dim, hidden, bias=config.bias, std=config.std)
         self.down = Linear(hidden, dim, bias=config.bias, std=out)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """`[rows, patches, dim]` to the same; `mask [rows, 1, patches, patches]`: True where a patch sees another."""
+    def forward(self, x: Tensor, mask: Tensor | None, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        """`[rows, patches, dim]` to the same.
+
+        Args:
+            mask: `[rows, 1, patches, patches]`, True where a patch sees another; None where all do.
+            turn: cos and sin of the angles by which queries and keys are rotated.
+        """
         h = self.attention_norm(x)
-        q, k, v = (one(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        q, k, v = (one(h).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
+        if turn is not None:
+            q, k = rotated(q, *turn), rotated(k, *turn)
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
         added: Tensor = x + self.down(self.activation(self.up(self.feed_forward_norm(x))))

@@ -1,0 +1,146 @@
+"""Connectors: from the features of patches to vectors of the model's width."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_train import Init
+from forge_train_kit.model import LayerNorm, Linear
+
+from .places import Places
+
+if TYPE_CHECKING:
+    from ..vision import Image
+
+
+def connector(config: Image.Config, dim: int) -> Projection | Pooling | Resampler:
+    """The connector of a section, to vectors of this width."""
+    if config.connector == "resampler":
+        return Resampler(config, dim)
+    return Pooling(config, dim) if config.connector == "pooling" else Projection(config, dim)
+
+
+class Projection(nn.Module):
+    """The features of a block of patches, side by side, to one vector: one projection, or two with GELU in between."""
+
+    def __init__(self, config: Image.Config, dim: int) -> None:
+        super().__init__()
+        self.block = config.merge**2
+        self.first = Linear(config.dim * self.block, dim, bias=True, std=config.std)
+        self.second = Linear(dim, dim, bias=True, std=config.std) if config.connector == "mlp" else None
+
+    def forward(self, features: Tensor, where: Places | None) -> Tensor:
+        """`[batch, patches, width]` to `[batch, vectors, dim]`."""
+        batch, patches, width = features.shape
+        x: Tensor = self.first(features.reshape(batch, patches // self.block, self.block * width))
+        return x if self.second is None else self.second(F.gelu(x))
+
+    def flops(self, patches: int) -> int:
+        """Operations of a forward pass over an item of so many patches."""
+        return 2 * patches // self.block * sum(p.numel() for p in self.parameters() if p.ndim > 1)
+
+
+class _Attention(nn.Module):
+    """Attention of few queries to the features of patches."""
+
+    def __init__(self, config: Image.Config) -> None:
+        super().__init__()
+        self.heads, self.dim = config.heads, config.dim
+        self.q, self.k, self.v, self.o = (
+            Linear(config.dim, config.dim, bias=config.bias, std=config.std) for _ in range(4)
+        )
+
+    def forward(self, queries: Tensor, features: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`[rows, queries, dim]` and `[rows, patches, dim]` to the first; `mask` as for torch's attention."""
+        given = ((self.q, queries), (self.k, features), (self.v, features))
+        q, k, v = (project(one).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project, one in given)
+        mixed: Tensor = self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        return mixed
+
+    def flops(self, queries: int, patches: int, seen: int) -> int:
+        """Operations of a forward pass, where each query sees so many of the patches."""
+        return 4 * (queries + patches) * self.dim**2 + 4 * queries * seen * self.dim
+
+
+class Pooling(nn.Module):
+    """A block of patches to one vector: their mean attends to them, as in Molmo (arXiv:2409.17146)."""
+
+    def __init__(self, config: Image.Config, dim: int) -> None:
+        super().__init__()
+        self.block = config.merge**2
+        self.attention = _Attention(config)
+        self.first = Linear(config.dim, dim, bias=True, std=config.std)
+        self.second = Linear(dim, dim, bias=True, std=config.std)
+
+    def forward(self, features: Tensor, where: Places | None) -> Tensor:
+        """`[batch, patches, width]` to `[batch, vectors, dim]`."""
+        blocks = features.reshape(-1, self.block, features.shape[-1])
+        pooled = self.attention(blocks.mean(1, keepdim=True), blocks)
+        vectors: Tensor = self.second(F.gelu(self.first(pooled)))
+        return vectors.reshape(len(features), -1, vectors.shape[-1])
+
+    def flops(self, patches: int) -> int:
+        """Operations of a forward pass over an item of so many patches."""
+        projections = self.first.weight.numel() + self.second.weight.numel()
+        vectors = patches // self.block
+        return self.attention.flops(vectors, patches, self.block) + 2 * vectors * projections
+
+
+class Queries(nn.Module):
+    """Learned vectors, `[queries, dim]`."""
+
+    def __init__(self, count: int, dim: int, std: float) -> None:
+        super().__init__()
+        self.weight, self.std = nn.Parameter(torch.empty(count, dim)), std
+
+    def initial(self, name: str) -> Init:
+        return Init("normal", self.std)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Resampler(nn.Module):
+    """An item of any size to as many vectors as there are learned queries, which attend to its patches, as in Qwen-VL
+    (arXiv:2308.12966; the Perceiver, arXiv:2103.03206)."""
+
+    def __init__(self, config: Image.Config, dim: int) -> None:
+        super().__init__()
+        self.patches = (config.size // config.patch) ** 2
+        self.queries = Queries(config.queries, config.dim, config.std)
+        self.query_norm, self.norm = LayerNorm(config.dim, config.norm_eps), LayerNorm(config.dim, config.norm_eps)
+        self.attention = _Attention(config)
+        self.first = Linear(config.dim, dim, bias=True, std=config.std)
+        self.second = Linear(dim, dim, bias=True, std=config.std)
+
+    def forward(self, features: Tensor, where: Places | None) -> Tensor:
+        """`[batch, patches, width]` to `[batch, items · queries, dim]`."""
+        batch, _, width = features.shape
+        asked = self.query_norm(self.queries())
+        seen, mask = self.norm(features), None
+        if where is None:
+            seen = seen.reshape(-1, self.patches, width)
+            queries = asked.expand(len(seen), -1, -1)
+        else:
+            items = where.items
+            queries = asked.repeat(items, 1).expand(batch, -1, -1)
+            mask = self._mask(where, items, len(asked))
+        vectors: Tensor = self.second(F.gelu(self.first(self.attention(queries, seen, mask))))
+        return vectors.reshape(batch, -1, vectors.shape[-1])
+
+    def _mask(self, where: Places, items: int, queries: int) -> Tensor:
+        """The patches that a query sees: those of its item. Of an item that a row lacks it sees all, since a softmax over
+        nothing is NaN."""
+        number = torch.arange(items, device=where.row.device)[:, None]
+        own = where.item[:, None] == number  # [batch, items, patches]
+        own = own | ~own.any(-1, keepdim=True)
+        return own.repeat_interleave(queries, 1)[:, None]
+
+    def flops(self, patches: int) -> int:
+        """Operations of a forward pass over an item of so many patches."""
+        projections, count = self.first.weight.numel() + self.second.weight.numel(), len(self.queries.weight)
+        return self.attention.flops(count, patches, patches) + 2 * count * projections

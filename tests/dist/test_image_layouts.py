@@ -1,0 +1,38 @@
+"""The encoder of images on two ranks equals one process, trained and frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compositions
+from crossed import marked
+from drawn import OPTIONS
+from forge_train_tools.testing import Verifier
+
+pytestmark = [pytest.mark.dist]
+
+FROZEN = {"freeze.parameters": ["fusion.enter.encoders.image.vision.*"]}
+CELLS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
+    "fsdp2, ac": (("fsdp2", "ac"), {}, {"image.positions": "rotary"}),
+    "fsdp2, frozen": (("fsdp2",), {}, FROZEN),
+    "tp2": (("tp",), {"parallel.tp": 2}, {"image.connector": "pooling"}),
+    "cp2": (("cp", "fsdp2"), {"parallel.cp": 2}, {}),
+    "pp2": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, {"image.positions": "sines"}),
+    "pp2, frozen": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, FROZEN),
+}
+EXTENDED = ("cp2", "pp2", "pp2, frozen")
+"""tests/dist/test_modality_layouts.py has these axes."""
+
+
+@pytest.mark.parametrize("cell", marked(CELLS, EXTENDED))
+def test_agrees_with_one_process(cell: str, verify: Verifier, composition_file: Path) -> None:
+    plugins, layout, options = CELLS[cell]
+    beside = ("image", "drawn:Drawn", *(["freeze"] if options is FROZEN else []))
+    model = {"train.global_batch": 4, "train.micro_batch": 2, **OPTIONS, **options}
+    request = compositions._request(composition_file, (*beside, *plugins), model | layout)
+    alone = compositions._request(composition_file, beside, model)
+    verdict = verify(request, 2, steps=2, reference=alone)
+    assert verdict.agree, verdict
