@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import fakes
 from forge_train_kit.model.rope import rotated
 from forge_train_plugins.modalities._vision.encoder import VisionEncoder
-from forge_train_plugins.modalities._vision.modality import Pictures
+from forge_train_plugins.modalities._vision.modality import Clips, Pictures
 from forge_train_plugins.modalities._vision.places import Places, places
 from forge_train_plugins.modalities._vision.positions import LearnedPositions, Rotary, Sines
-from forge_train_plugins.modalities.vision import Image
+from forge_train_plugins.modalities.vision import Image, Video
 
 pytestmark = pytest.mark.unit
 
@@ -36,6 +37,9 @@ MODES: dict[str, dict[str, Any]] = {
         "queries": 3,
         "merge": 1,
     },
+    "video": {"temporal": 2},
+    "video, keep, rotary": {"temporal": 2, "fit": "keep", "positions": "rotary"},
+    "video, resampler": {"temporal": 2, "connector": "resampler", "queries": 3, "merge": 1},
     "sines_1d": {"fit": "keep", "positions": "sines_1d"},
     "linear": {"connector": "linear", "final_norm": False, "bias": False},
 }
@@ -45,7 +49,9 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 def encoder(mode: str) -> VisionEncoder:
     """An encoder in fp64, of width 8, built without memory as models are."""
     with torch.device("meta"):
-        built: Any = Pictures(Image.Config(**{**SMALL, **MODES[mode]})).encoder(8)
+        options = {**SMALL, **MODES[mode]}
+        clips = "temporal" in options
+        built: Any = (Clips(Video.Config(**options)) if clips else Pictures(Image.Config(**options))).encoder(8)
     for module in built.to_empty(device="cpu").modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()
@@ -53,10 +59,12 @@ def encoder(mode: str) -> VisionEncoder:
 
 
 def items(mode: str) -> list[tuple[tuple[int, int, int], Tensor]]:
-    """Three images, as grid and patches."""
+    """Three images or clips, as grid and patches."""
     torch.manual_seed(1)
+    frames = [2, 4, 2] if "temporal" in MODES[mode] else [1, 1, 1]
     grids = [(1, 4, 2), (1, 2, 2), (1, 2, 6)] if MODES[mode].get("fit") == "keep" else [(1, 4, 4)] * 3
-    return [(grid, torch.randint(0, 256, (grid[1] * grid[2], 48), dtype=torch.uint8)) for grid in grids]
+    grids = [(count, *grid[1:]) for count, grid in zip(frames, grids, strict=True)]
+    return [(grid, torch.randint(0, 256, (math.prod(grid), 48), dtype=torch.uint8)) for grid in grids]
 
 
 def batch(rows: list[list[tuple[tuple[int, int, int], Tensor]]], room: int = 0) -> tuple[Tensor, Tensor]:
@@ -75,7 +83,10 @@ def batch(rows: list[list[tuple[tuple[int, int, int], Tensor]]], room: int = 0) 
 def vectors(built: VisionEncoder, *given: tuple[tuple[int, int, int], Tensor]) -> int:
     """Feature vectors of items."""
     queries = getattr(built.connector, "queries", None)
-    return sum(len(values) // built.merge**2 if queries is None else len(queries.weight) for _, values in given)
+    return sum(
+        len(values) // (built.merge**2 * built.temporal) if queries is None else len(queries.weight)
+        for _, values in given
+    )
 
 
 def gradients(built: VisionEncoder, given: tuple[Tensor, Tensor], counts: list[int]) -> dict[str, Tensor]:
@@ -96,7 +107,7 @@ def test_an_item_has_the_same_features_wherever_it_is(mode: str) -> None:
     alone = [built(*batch([[item]]))[0] for item in (one, two, three)]
     counts = [vectors(built, item) for item in (one, two, three)]
     assert [len(features) for features in alone] == counts
-    packed = built(*batch([[two, one], [three]], room=60))
+    packed = built(*batch([[two, one], [three]], room=120))
     torch.testing.assert_close(packed[0, : counts[1] + counts[0]], torch.cat((alone[1], alone[0])))
     torch.testing.assert_close(packed[1, : counts[2]], alone[2])
 
@@ -105,7 +116,7 @@ def test_an_item_has_the_same_features_wherever_it_is(mode: str) -> None:
 def test_padding_changes_no_feature_and_no_gradient(mode: str) -> None:
     built, (one, two, three) = encoder(mode), items(mode)
     counts = [vectors(built, one, two), vectors(built, three)]
-    values, grids = batch([[one, two], [three]], room=70)
+    values, grids = batch([[one, two], [three]], room=110)
     clean = gradients(built, (values, grids), counts)
     dirty = torch.randint(0, 256, values.shape, dtype=torch.uint8)
     for row, count in enumerate(grids.prod(-1).sum(-1).tolist()):
@@ -210,7 +221,7 @@ def test_rotation_sees_only_distances() -> None:
 def test_vectors_depend_on_all_that_they_may_see(mode: str) -> None:
     built = encoder(mode)
     features = torch.randn(1, 16, 16, dtype=torch.float64, requires_grad=True)
-    out = built.connector(features, None)
+    out = built.connector(features, lambda: places(torch.tensor([[[1, 4, 4]]]), 16, 1))
     (seen,) = torch.autograd.grad(out[0, 1].sum(), features)
     whole = range(16) if mode == "resampler" else range(4, 8)
     assert [at for at in range(16) if seen[0, at].abs().max() > 0] == [*whole]
@@ -226,10 +237,22 @@ def test_counts_operations() -> None:
 
 @each_mode
 def test_counts_the_operations_that_torch_counts(mode: str) -> None:
-    built, grid = encoder(mode).float(), (1, 4, 4)
+    built = encoder(mode).float()
+    grid = (built.temporal, 4, 4)
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        built(torch.zeros(1, 16, 48, dtype=torch.uint8), torch.tensor([[grid]]))
-    assert built.flops(16) == counted.get_total_flops()
+        built(torch.zeros(1, math.prod(grid), 48, dtype=torch.uint8), torch.tensor([[grid]]))
+    assert built.flops(math.prod(grid)) == counted.get_total_flops()
+
+
+def test_neighbouring_frames_are_averaged() -> None:
+    """Two frames alike give what one gives; frames of other groups change nothing."""
+    built, one = encoder("video"), encoder("square")
+    torch.manual_seed(3)
+    frames = torch.randint(0, 256, (3, 4, 4, 48), dtype=torch.uint8)  # frame, block, patch of it
+    clip = torch.cat((torch.stack((frames[0], frames[0]), 1), torch.stack((frames[1], frames[2]), 1)))
+    out = built(clip.reshape(1, -1, 48), torch.tensor([[[4, 4, 4]]]))
+    alone = one(frames[:1].reshape(1, -1, 48), torch.tensor([[[1, 4, 4]]]))
+    torch.testing.assert_close(out[0, :4], alone[0])
 
 
 @each_mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +15,10 @@ from forge_train_kit.model import LayerNorm, Linear
 from .places import Places
 
 if TYPE_CHECKING:
-    from ..vision import Image
+    from .section import VisionSection
 
 
-def connector(config: Image.Config, dim: int) -> Projection | Pooling | Resampler:
+def connector(config: VisionSection, dim: int) -> Projection | Pooling | Resampler:
     """The connector of a section, to vectors of this width."""
     if config.connector == "resampler":
         return Resampler(config, dim)
@@ -27,13 +28,13 @@ def connector(config: Image.Config, dim: int) -> Projection | Pooling | Resample
 class Projection(nn.Module):
     """The features of a block of patches, side by side, to one vector: one projection, or two with GELU in between."""
 
-    def __init__(self, config: Image.Config, dim: int) -> None:
+    def __init__(self, config: VisionSection, dim: int) -> None:
         super().__init__()
         self.block = config.merge**2
         self.first = Linear(config.dim * self.block, dim, bias=True, std=config.std)
         self.second = Linear(dim, dim, bias=True, std=config.std) if config.connector == "mlp" else None
 
-    def forward(self, features: Tensor, where: Places | None) -> Tensor:
+    def forward(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
         """`[batch, patches, width]` to `[batch, vectors, dim]`."""
         batch, patches, width = features.shape
         x: Tensor = self.first(features.reshape(batch, patches // self.block, self.block * width))
@@ -47,7 +48,7 @@ class Projection(nn.Module):
 class _Attention(nn.Module):
     """Attention of few queries to the features of patches."""
 
-    def __init__(self, config: Image.Config) -> None:
+    def __init__(self, config: VisionSection) -> None:
         super().__init__()
         self.heads, self.dim = config.heads, config.dim
         self.q, self.k, self.v, self.o = (
@@ -69,14 +70,14 @@ class _Attention(nn.Module):
 class Pooling(nn.Module):
     """A block of patches to one vector: their mean attends to them, as in Molmo (arXiv:2409.17146)."""
 
-    def __init__(self, config: Image.Config, dim: int) -> None:
+    def __init__(self, config: VisionSection, dim: int) -> None:
         super().__init__()
         self.block = config.merge**2
         self.attention = _Attention(config)
         self.first = Linear(config.dim, dim, bias=True, std=config.std)
         self.second = Linear(dim, dim, bias=True, std=config.std)
 
-    def forward(self, features: Tensor, where: Places | None) -> Tensor:
+    def forward(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
         """`[batch, patches, width]` to `[batch, vectors, dim]`."""
         blocks = features.reshape(-1, self.block, features.shape[-1])
         pooled = self.attention(blocks.mean(1, keepdim=True), blocks)
@@ -108,37 +109,24 @@ class Resampler(nn.Module):
     """An item of any size to as many vectors as there are learned queries, which attend to its patches, as in Qwen-VL
     (arXiv:2308.12966; the Perceiver, arXiv:2103.03206)."""
 
-    def __init__(self, config: Image.Config, dim: int) -> None:
+    def __init__(self, config: VisionSection, dim: int) -> None:
         super().__init__()
-        self.patches = (config.size // config.patch) ** 2
         self.queries = Queries(config.queries, config.dim, config.std)
         self.query_norm, self.norm = LayerNorm(config.dim, config.norm_eps), LayerNorm(config.dim, config.norm_eps)
         self.attention = _Attention(config)
         self.first = Linear(config.dim, dim, bias=True, std=config.std)
         self.second = Linear(dim, dim, bias=True, std=config.std)
 
-    def forward(self, features: Tensor, where: Places | None) -> Tensor:
+    def forward(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
         """`[batch, patches, width]` to `[batch, items · queries, dim]`."""
-        batch, _, width = features.shape
-        asked = self.query_norm(self.queries())
-        seen, mask = self.norm(features), None
-        if where is None:
-            seen = seen.reshape(-1, self.patches, width)
-            queries = asked.expand(len(seen), -1, -1)
-        else:
-            items = where.items
-            queries = asked.repeat(items, 1).expand(batch, -1, -1)
-            mask = self._mask(where, items, len(asked))
-        vectors: Tensor = self.second(F.gelu(self.first(self.attention(queries, seen, mask))))
-        return vectors.reshape(batch, -1, vectors.shape[-1])
-
-    def _mask(self, where: Places, items: int, queries: int) -> Tensor:
-        """The patches that a query sees: those of its item. Of an item that a row lacks it sees all, since a softmax over
-        nothing is NaN."""
-        number = torch.arange(items, device=where.row.device)[:, None]
-        own = where.item[:, None] == number  # [batch, items, patches]
-        own = own | ~own.any(-1, keepdim=True)
-        return own.repeat_interleave(queries, 1)[:, None]
+        place, asked = where(), self.query_norm(self.queries())
+        queries = asked.repeat(place.items, 1).expand(len(features), -1, -1)
+        number = torch.arange(place.items, device=features.device)[:, None]
+        own = place.item[:, None] == number  # [batch, items, patches]
+        own = own | ~own.any(-1, keepdim=True)  # a row lacks this item, and a softmax over nothing is NaN
+        seen = own.repeat_interleave(len(asked), 1)[:, None]
+        vectors: Tensor = self.second(F.gelu(self.first(self.attention(queries, self.norm(features), seen))))
+        return vectors
 
     def flops(self, patches: int) -> int:
         """Operations of a forward pass over an item of so many patches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from .places import places
 from .transformer import VisionTransformer
 
 if TYPE_CHECKING:
-    from ..vision import Image
+    from .section import VisionSection
 
 
 class VisionEncoder(nn.Module):
@@ -23,31 +24,46 @@ class VisionEncoder(nn.Module):
     Images of one size become rows of their own; of several sizes they stay side by side, and a mask parts them.
     """
 
-    def __init__(self, config: Image.Config, dim: int) -> None:
+    def __init__(self, config: VisionSection, dim: int, temporal: int = 1) -> None:
+        """
+        Args:
+            config: the section.
+            dim: width of the features.
+            temporal: neighbouring frames whose features are averaged.
+        """
         super().__init__()
-        self.merge, self.temporal = config.merge, 1
+        self.merge, self.temporal = config.merge, temporal
         self.side = config.size // config.patch if config.fit == "square" else 0
         self.vision = VisionTransformer(config)
         self.connector = connector(config, dim)
 
     def forward(self, values: Tensor, grids: Tensor) -> Tensor:
         """`[batch, patches, features]` and `[batch, items, 3]` to `[batch, vectors, dim]`."""
-        block = self.temporal * self.merge**2
         # At least one block, so that all parameters have gradients where no row has an item.
-        values = _padded(values, self.side**2 * self.temporal if self.side else block)
-        where = None if self.side else places(grids, values.shape[1], self.merge, self.temporal)
-        features = self._of_squares(values) if where is None else self.vision(values, where)
-        vectors: Tensor = self.connector(features, where)
+        values = _padded(values, self.temporal * (self.side**2 or self.merge**2))
+        features = self._of_squares(values) if self.side else self._of_any(values, grids)
+        means = torch.cat((grids[..., :1] // self.temporal, grids[..., 1:]), -1)
+        vectors: Tensor = self.connector(features, partial(places, means, features.shape[1], self.merge))
         return vectors
 
     def _of_squares(self, values: Tensor) -> Tensor:
-        """Encode frames of side × side patches, each as a row of its own."""
-        batch, patches, _ = values.shape
-        frames = values.reshape(-1, self.side**2, values.shape[-1])
-        one = values.new_tensor([[[1, self.side, self.side]]], dtype=torch.int64)
-        where = places(one, self.side**2, self.merge)
-        features: Tensor = self.vision(frames, replace(where, frame=None))
-        return features.reshape(batch, patches, -1)
+        """Encode frames of side × side patches, each as a row of its own: `[batch, patches / temporal, width]`."""
+        batch, block, side = len(values), self.merge**2, self.side
+        grouped = values.reshape(-1, side**2 // block, self.temporal, block, values.shape[-1]).transpose(1, 2)
+        first = torch.full((1, 1, 3), side, device=values.device)  # of a grid whose further frames lie elsewhere
+        where = replace(places(first, side**2, self.merge), frame=None)
+        features: Tensor = self.vision(grouped.reshape(-1, side**2, values.shape[-1]), where)
+        return (
+            features.reshape(-1, self.temporal, side**2, features.shape[-1])
+            .mean(1)
+            .reshape(batch, -1, features.shape[-1])
+        )
+
+    def _of_any(self, values: Tensor, grids: Tensor) -> Tensor:
+        """Encode frames side by side: `[batch, patches / temporal, width]`."""
+        features: Tensor = self.vision(values, places(grids, values.shape[1], self.merge, self.temporal))
+        blocks = features.reshape(len(values), -1, self.temporal, self.merge**2, features.shape[-1])
+        return blocks.mean(2).flatten(1, 2)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -57,7 +73,7 @@ class VisionEncoder(nn.Module):
     def flops(self, patches: int) -> int:
         """Operations of a forward pass over an item of so many patches."""
         frame = self.side**2 or patches
-        return self.vision.flops(patches, frame) + self.connector.flops(patches)
+        return self.vision.flops(patches, frame) + self.connector.flops(patches // self.temporal)
 
 
 def _padded(values: Tensor, unit: int) -> Tensor:

@@ -10,7 +10,7 @@ from forge_train_kit.hf import HFModel
 from forge_train_kit.state_map import Flatten, Rename, StateMap, Transpose
 
 if TYPE_CHECKING:
-    from ..vision import Image
+    from .section import VisionSection
 
 SIZES = {
     "hidden_size": "dim",
@@ -113,7 +113,7 @@ def read(config: Mapping[str, Any], prefix: str = "", layer: int | None = None) 
     )
 
 
-def write(options: Image.Config) -> dict[str, Any]:
+def write(options: VisionSection) -> dict[str, Any]:
     """The `vision_config` of an encoder.
 
     Raises:

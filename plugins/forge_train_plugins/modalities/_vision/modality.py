@@ -11,7 +11,21 @@ from forge_train_kit.modalities import Encoder, Grid, Item, ItemSource
 from .patches import cut, fitted
 
 if TYPE_CHECKING:
-    from ..vision import Image
+    from ..vision import Image, Video
+    from .section import VisionSection
+
+
+def _public(config: VisionSection, **more: Any) -> dict[str, Any]:
+    names = ("size", "patch", "merge", "fit", "queries")
+    return {**{name: getattr(config, name) for name in names}, **more}
+
+
+def _size(config: VisionSection, size: tuple[int, int]) -> tuple[int, int]:
+    return fitted(*size, config.size, config.patch * config.merge, keep=config.fit == "keep")
+
+
+def _grid(config: VisionSection, frames: int, width: int, height: int) -> Grid:
+    return frames, height // config.patch, width // config.patch
 
 
 @dataclass
@@ -26,36 +40,80 @@ class Pictures:
         self.features = self.config.patch**2 * 3
 
     def public(self) -> Mapping[str, Any]:
-        one = self.config
-        return {"size": one.size, "patch": one.patch, "merge": one.merge, "fit": one.fit, "queries": one.queries}
+        return _public(self.config)
 
     def measure(self, source: ItemSource) -> Grid:
         from .reading import opened, upright
 
         with opened(source, self.config.max_bytes, self.config.max_pixels) as image:
-            return self._grid(*self._fitted(upright(image)))
+            return _grid(self.config, 1, *_size(self.config, upright(image)))
 
     def read(self, source: ItemSource) -> Item:
         from .reading import opened, pixels, upright
 
-        with opened(source, self.config.max_bytes, self.config.max_pixels) as image:
-            size = self._fitted(upright(image))
-            return Item(cut(pixels(image, source, size)[None], self.config.patch, self.config.merge), self._grid(*size))
+        one = self.config
+        with opened(source, one.max_bytes, one.max_pixels) as image:
+            size = _size(one, upright(image))
+            return Item(cut(pixels(image, source, size)[None], one.patch, one.merge), _grid(one, 1, *size))
 
     def positions(self, grid: Grid) -> int:
         frames, height, width = grid
-        if self.config.queries:
-            return self.config.queries
-        return frames * height * width // self.config.merge**2
+        return self.config.queries or frames * height * width // self.config.merge**2
 
     def encoder(self, dim: int) -> Encoder:
         from .encoder import VisionEncoder
 
         return VisionEncoder(self.config, dim)
 
-    def _fitted(self, size: tuple[int, int]) -> tuple[int, int]:
-        one = self.config
-        return fitted(*size, one.size, one.patch * one.merge, keep=one.fit == "keep")
 
-    def _grid(self, width: int, height: int) -> Grid:
-        return 1, height // self.config.patch, width // self.config.patch
+@dataclass
+class Clips:
+    """Video clips: RGB patches of the frames that were taken, uint8."""
+
+    config: Video.Config
+    name: str = "video"
+    placeholder: str = "<video>"
+
+    def __post_init__(self) -> None:
+        self.features = self.config.patch**2 * 3
+
+    def public(self) -> Mapping[str, Any]:
+        one = self.config
+        return _public(one, frames=one.frames, fps=one.fps, temporal=one.temporal)
+
+    def measure(self, source: ItemSource) -> Grid:
+        from .clips import opened
+
+        with opened(source, self.config) as clip:
+            return _grid(self.config, self._frames(clip.seconds), *_size(self.config, clip.size))
+
+    def read(self, source: ItemSource) -> Item:
+        from .clips import opened, taken
+
+        one = self.config
+        with opened(source, one) as clip:
+            size, count = _size(one, clip.size), self._frames(clip.seconds)
+            frames = taken(clip, times(clip.seconds, count), size)
+            return Item(cut(frames, one.patch, one.merge, one.temporal), _grid(one, count, *size))
+
+    def positions(self, grid: Grid) -> int:
+        frames, height, width = grid
+        return self.config.queries or frames * height * width // (self.config.merge**2 * self.config.temporal)
+
+    def encoder(self, dim: int) -> Encoder:
+        from .encoder import VisionEncoder
+
+        return VisionEncoder(self.config, dim, self.config.temporal)
+
+    def _frames(self, seconds: float) -> int:
+        """The number of frames that are taken of a clip."""
+        one = self.config
+        if not one.fps:
+            return one.frames
+        wanted = max(1, round(seconds * one.fps / one.temporal)) * one.temporal
+        return min(wanted, one.frames)
+
+
+def times(seconds: float, count: int) -> list[float]:
+    """Seconds from a clip's beginning at which frames are taken: the middles of pieces of equal length."""
+    return [(index + 0.5) * seconds / count for index in range(count)]

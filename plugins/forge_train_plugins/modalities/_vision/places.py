@@ -36,8 +36,7 @@ def places(grids: Tensor, patches: int, merge: int, temporal: int = 1) -> Places
     ends = grids.prod(-1).cumsum(-1)
     at = torch.arange(patches, device=grids.device).expand(batch, -1).contiguous()
     item = torch.searchsorted(ends, at, right=True) if items else torch.zeros_like(at)
-    padding = grids.new_tensor([temporal, merge, merge]).expand(batch, 1, 3)
-    grid = torch.cat((grids, padding), 1).gather(1, item[..., None].expand(-1, -1, 3))
+    grid = torch.cat((grids, grids.new_full((batch, 1, 3), merge)), 1).gather(1, item[..., None].expand(-1, -1, 3))
     number = (at - F.pad(ends, (1, 0)).gather(1, item)).where(item < items, 0)
     rows, columns = grid[..., 1], grid[..., 2]
     block, inner = number // (merge * merge * temporal), number % (merge * merge * temporal)

@@ -57,21 +57,36 @@ def content(source: ItemSource, max_bytes: int) -> bytes:
     Raises:
         ConfigError: the file is missing, too long, or shorter than said.
     """
+    size = length(source, max_bytes)
+    try:
+        with Path(source.path).open("rb") as file:
+            file.seek(source.offset)
+            data = file.read(size)
+    except OSError as error:
+        raise ConfigError(f"{source}: can't be read ({error.strerror}).") from error
+    if len(data) < size:
+        raise ConfigError(f"{source}: has {len(data):,} bytes where {size:,} were expected.")
+    return data
+
+
+def length(source: ItemSource, max_bytes: int) -> int:
+    """Bytes of an encoded item.
+
+    Raises:
+        ConfigError: the file is missing or empty, or the item too long.
+    """
     path = Path(source.path)
     try:
         size = path.stat().st_size - source.offset if source.size is None else source.size
-        if size > max_bytes:
-            raise ConfigError(f"{source}: {size:,} bytes are more than max_bytes = {max_bytes:,}.")
-        with path.open("rb") as file:
-            file.seek(source.offset)
-            data = file.read(size)
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: there is no such file.") from error
     except OSError as error:
         raise ConfigError(f"{source}: can't be read ({error.strerror}).") from error
-    if len(data) < size or not data:
-        raise ConfigError(f"{source}: has {len(data):,} bytes where {max(size, 1):,} were expected.")
-    return data
+    if size > max_bytes:
+        raise ConfigError(f"{source}: {size:,} bytes are more than max_bytes = {max_bytes:,}.")
+    if size <= 0:
+        raise ConfigError(f"{source}: is empty.")
+    return size
 
 
 def upright(image: Image.Image) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from .places import Places
 from .positions import LearnedPositions, Rotary, Sines
 
 if TYPE_CHECKING:
-    from ..vision import Image
+    from .section import VisionSection
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class VisionTransformer(nn.Module):
     (Dosovitskiy et al. 2020, arXiv:2010.11929; CLIP, arXiv:2103.00020; SigLIP, arXiv:2303.15343.)
     """
 
-    def __init__(self, config: Image.Config) -> None:
+    def __init__(self, config: VisionSection) -> None:
         super().__init__()
         dim = config.dim
         self.pixels = Pixels(config)
@@ -79,7 +79,7 @@ class VisionTransformer(nn.Module):
         return 2 * (rows * weights + patches * self.patches.weight.numel()) + attention
 
 
-def _positions(config: Image.Config) -> LearnedPositions | Sines | None:
+def _positions(config: VisionSection) -> LearnedPositions | Sines | None:
     """The module that gives what is added to patches."""
     if config.positions == "rotary":
         return None
@@ -94,7 +94,7 @@ class Pixels(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, config: Image.Config) -> None:
+    def __init__(self, config: VisionSection) -> None:
         super().__init__()
         self.mean, self.deviation, self.count = config.mean, config.deviation, config.patch**2
         for name in ("scale", "shift"):
@@ -128,7 +128,7 @@ class ClassToken(nn.Module):
 class VisionBlock(nn.Module):
     """Attention and feed-forward, each with a norm before it."""
 
-    def __init__(self, config: Image.Config) -> None:
+    def __init__(self, config: VisionSection) -> None:
         super().__init__()
         dim, hidden, out = config.dim, config.hidden or 4 * config.dim, config.std / math.sqrt(2 * config.layers)
         self.heads, self.activation = config.heads, ACTIVATIONS[config.activation]

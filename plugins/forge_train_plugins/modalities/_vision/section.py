@@ -1,0 +1,80 @@
+"""The options that the plugins of `vision` share. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from forge_train import Ge, Gt, Le, Problem, section
+
+
+@section
+class VisionSection:
+    """The size of images, their encoder and its connector."""
+
+    size: Annotated[int, Gt(0)] = 224
+    """Side of an image in pixels."""
+    patch: Annotated[int, Gt(0)] = 16
+    """Side of a patch in pixels."""
+    merge: Annotated[int, Gt(0)] = 2
+    """Side of the square of patches that becomes one position of the sequence."""
+    fit: Literal["square", "keep"] = "square"
+    """Resize each image to size × size pixels; or keep its aspect, with sides that are multiples of patch · merge,
+    and make it smaller only if it has more than size² pixels."""
+    max_pixels: Annotated[int, Gt(0), Le(89_478_485)] = 50_000_000
+    """Images with more pixels are refused before they are decoded. Pillow itself stops at 89,478,485."""
+    max_bytes: Annotated[int, Gt(0)] = 100_000_000
+    """Files with more bytes are refused before they are read."""
+    dim: Annotated[int, Gt(0)] = 192
+    """Width of the encoder."""
+    layers: Annotated[int, Gt(0)] = 6
+    """Number of its blocks."""
+    heads: Annotated[int, Gt(0)] = 3
+    """Heads of its attention, a divisor of dim."""
+    hidden: Annotated[int, Ge(0)] = 0
+    """Width of its feed-forward blocks; 0 means 4 · dim."""
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu_tanh"
+    """Activation of its feed-forward blocks. quick_gelu is x · sigmoid(1.702 x), as in CLIP."""
+    norm_eps: Annotated[float, Gt(0)] = 1e-6
+    """Added to the variance in its norms."""
+    bias: bool = True
+    """Biases in its blocks."""
+    patch_bias: bool = True
+    """A bias in the projection of patches."""
+    class_token: bool = False
+    """A learned vector before the patches, which attention sees and the connector does not (CLIP)."""
+    first_norm: bool = False
+    """A norm before the first block (CLIP)."""
+    final_norm: bool = True
+    """A norm after the last block."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Mean of red, green and blue, of 0 to 1, that is subtracted from pixels."""
+    deviation: tuple[Annotated[float, Gt(0)], Annotated[float, Gt(0)], Annotated[float, Gt(0)]] = (0.5, 0.5, 0.5)
+    """Standard deviation of red, green and blue that pixels are divided by."""
+    positions: Literal["learned", "sines", "sines_1d", "rotary"] = "learned"
+    """Add a learned vector of each place in the grid, interpolated for images of another shape; sines of row and
+    column; sines of the number in reading order; or rotate queries and keys by row and column (Qwen2-VL)."""
+    connector: Literal["linear", "mlp", "pooling", "resampler"] = "mlp"
+    """Project the features of merged patches to the model's width (linear), twice with GELU in between (mlp), after
+    their mean has attended to them (pooling), or after learned queries have attended to the whole image, which
+    then takes as many positions as there are queries (resampler)."""
+    queries: Annotated[int, Ge(0)] = 0
+    """Learned queries of the resampler."""
+    std: Annotated[float, Gt(0)] = 0.02
+    """Standard deviation of initial weights."""
+
+
+def check(one: VisionSection, name: str) -> Iterator[Problem]:
+    """Rules between the options of a plugin's section."""
+    if one.size % (one.patch * one.merge):
+        yield Problem(f"{name}.size", f"expected a multiple of patch · merge = {one.patch * one.merge}.")
+    if one.dim % one.heads:
+        yield Problem(f"{name}.heads", f"expected a divisor of dim = {one.dim}.")
+    if one.class_token and (one.fit == "keep" or one.positions != "learned"):
+        yield Problem(f"{name}.class_token", 'needs fit = "square" and positions = "learned".')
+    if one.dim % (unit := {"sines": 4, "sines_1d": 2, "rotary": 4 * one.heads}.get(one.positions, 1)):
+        yield Problem(f"{name}.dim", f'expected a multiple of {unit} for positions = "{one.positions}".')
+    if (one.connector == "resampler") != (one.queries > 0):
+        yield Problem(f"{name}.queries", 'is for connector = "resampler", which needs at least one.')
+    if one.connector == "resampler" and one.merge > 1:
+        yield Problem(f"{name}.merge", "a resampler takes patches one by one; set it to 1.")
