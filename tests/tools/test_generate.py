@@ -250,6 +250,21 @@ def test_the_pieces_of_any_bytes_are_their_text(ids: list[int], before: str) -> 
 
 
 @pytest.mark.unit
+def test_a_token_is_decoded_with_few_others_however_long_the_prompt() -> None:
+    sizes: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        sizes.append(len(ids))
+        return ByteTokenizer().decode(ids)
+
+    tokenizer: Any = SimpleNamespace(decode=decode)
+    stream = Stream(tokenizer, [*b"a " * 500, *"€€".encode()])
+    assert "".join(stream.push(token) for token in b" and so on" * 10) == " and so on" * 10
+    assert len([size for size in sizes if size > 900]) <= 4, "the prompt, to find where its last characters begin"
+    assert sum(size for size in sizes if size < 900) < 10 * 100
+
+
+@pytest.mark.unit
 @given(st.text(alphabet="aä€😀 ", max_size=30), st.text(alphabet="aä€😀 ", max_size=8))
 @settings(max_examples=100, deadline=None)
 def test_the_pieces_of_byte_fallback_tokens_are_their_text(text: str, before: str) -> None:

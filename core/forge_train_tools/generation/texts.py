@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from forge_train_kit.tokenizer import Tokenizer
 
@@ -26,7 +27,9 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(before)
-        self._cuts = [0, len(self._ids)]
+        self._shown = self._decode(len(before))
+        """Text of what is before the next piece."""
+        self._cuts = [0, *self._begins(len(before) - self.CONTEXT), len(before)]
         """Start of each piece; the last entry is the start of the next."""
 
     def push(self, token: int) -> str:
@@ -47,12 +50,19 @@ class Stream:
         return self._tokenizer.decode(self._ids[:upto])
 
     def _take(self, upto: int, text: str) -> str:
-        piece = text[len(self._decode(self._cuts[-1])) :]
+        piece, self._shown = text[len(self._shown) :], text
         self._cuts.append(upto)
-        drop = max((cut for cut in self._cuts if cut <= upto - self.CONTEXT), default=0)
-        self._ids = self._ids[drop:]
-        self._cuts = [cut - drop for cut in self._cuts if cut >= drop]
+        if upto >= 2 * self.CONTEXT and (drop := max(cut for cut in self._cuts if cut <= upto - self.CONTEXT)):
+            self._ids = self._ids[drop:]
+            self._cuts = [cut - drop for cut in self._cuts if cut >= drop]
+            self._shown = self._decode(self._cuts[-1])
         return piece
+
+    def _begins(self, upto: int) -> list[int]:
+        """The last place, up to one, at which a character of the prompt begins; empty if that is not near. What is
+        before it is decoded no more."""
+        near = range(upto, max(upto - self.REST, 0), -1)
+        return list(islice((at for at in near if not self._decode(at).endswith(_REPLACEMENT)), 1))
 
 
 class Stops:
