@@ -26,6 +26,7 @@ from torch import Tensor
 
 from forge_train_kit.model import Slots
 from forge_train_tools.generation.engine import follow, run
+from forge_train_tools.generation.sampling import likeliest
 from forge_train_tools.offline.opening import Opened, open_model
 
 RESULTS = Path(__file__).parent / "results" / "generation.md"
@@ -47,7 +48,7 @@ class Likeliest:
         self.prompt = len(self.ids)
 
     def choose(self, logits: Tensor) -> int:
-        return int(logits.argmax())
+        return likeliest(logits)
 
     def add(self, token: int) -> None:
         self.ids.append(token)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tiny_models
 from forge_train import ConfigError, ForgeError
 from forge_train_kit.model import Slots
-from forge_train_tools.generation.engine import run
+from forge_train_tools.generation.engine import _sound, run
 from generation_rows import Greedy, generated, recomputed, requests, worst
 
 pytestmark = pytest.mark.unit
@@ -138,6 +139,12 @@ def test_logits_that_are_no_numbers_name_their_request() -> None:
     rows = [Greedy(4, [1, 2], 2), Greedy(5, [1, 7, 3], 2)]
     with pytest.raises(ForgeError, match="NaN after 3 tokens of request 5: its weights are damaged"):
         generated(job, model, rows, 2)
+
+
+def test_infinite_logits_are_numbers() -> None:
+    """Both infinities have no sum."""
+    logits: list[Tensor | None] = [torch.tensor([math.inf, -math.inf, 0.0]), torch.zeros(3)]
+    assert _sound([Greedy(0, [1], 2), Greedy(1, [1], 2)], logits, [(), ()]) == logits
 
 
 @pytest.mark.parametrize(("slots", "values", "message"), [(0, (), "at least one at a time, not 0")])

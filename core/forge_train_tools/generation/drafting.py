@@ -20,6 +20,7 @@ from forge_train_kit.model import Slots, filled
 from ..offline.logits import continues
 from .forwards import Call, Forwards
 from .memory import SideBySide, joint
+from .sampling import likeliest
 
 if TYPE_CHECKING:
     from .engine import Row
@@ -95,6 +96,8 @@ def chosen(
 
 
 def _chosen(row: Row, logits: Iterator[Tensor], guesses: Sequence[int]) -> list[Any]:
+    if not guesses:
+        return [row.choose(next(logits))]
     known, found = len(row.ids), list[Any]()
     try:
         for one, guess in zip_longest(tuple(logits), guesses):
@@ -222,7 +225,7 @@ class Guessing(SideBySide):
             after, normed = self._called(depth, tokens, known)
             ends = torch.tensor([len(one) for one in after], device=normed.device).cumsum(0) - 1
             for ids, logits in zip(tokens, self._logits(normed[ends], len(rows)), strict=True):
-                ids.append(int(logits[: self._vocabulary].argmax()))
+                ids.append(likeliest(logits[: self._vocabulary]))
             self._keep(depth, known, after)
         for row, end in zip(self._known, known, strict=True):
             row.seen = end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -273,10 +274,13 @@ def _length(row: Row) -> int:
 def _sound(rows: Sequence[Row], logits: Sequence[Tensor | None], guesses: Sequence[Sequence[int]]) -> list[Tensor]:
     """The logits of rows, if they are numbers."""
     found = [one for one in logits if one is not None]
-    if found and bool(torch.stack(found).isnan().any()):
-        each = [row for row, some in zip(rows, guesses, strict=False) for _ in range(1 + len(some))]
-        row = next(row for row, one in zip(each, found, strict=False) if bool(one.isnan().any()))
-        raise ForgeError(
-            f"The model's logits are NaN after {len(row.ids)} tokens of request {row.number}: its weights are damaged."
-        )
+    if not found or not math.isnan(float(torch.stack(found).sum())):  # takes a tenth of the time of `isnan`
+        return found
+    each = [row for row, some in zip(rows, guesses, strict=False) for _ in range(1 + len(some))]
+    for row, one in zip(each, found, strict=False):
+        if bool(one.isnan().any()):  # infinities have no sum either
+            raise ForgeError(
+                f"The model's logits are NaN after {len(row.ids)} tokens of request {row.number}: its weights are "
+                "damaged."
+            )
     return found

@@ -15,7 +15,7 @@ from forge_train_kit.data.items import PromptItems
 from forge_train_kit.tokenizer import Tokenizer
 
 from .draws import uniform
-from .sampling import Distribution, Sampling
+from .sampling import Distribution, Sampling, likeliest
 from .texts import Stops, Stream
 
 Stopped = Literal["", "tokens", "end", "stop", "length"]
@@ -88,7 +88,7 @@ class TextRow:
         """
         known = logits[: self._vocabulary]
         if self._likeliest:
-            return Choice(int(known.argmax()))
+            return Choice(likeliest(known))
         found = Distribution.of(known, self._sampling, self.ids)
         token = found.draw(uniform(self._sampling.seed, *self._request, len(self.ids)))
         if not self._scored:
