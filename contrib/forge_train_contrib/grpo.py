@@ -48,7 +48,8 @@ class GRPO(ReferencePlugin):
 
     With `top_k`, `top_p` or `min_p`, in this order as in `forge generate`, the tokens that could be drawn are kept with
     each drawn one. It is learned with its probability among these alone, by the model, by the reference, and when it is
-    stale: what could not be drawn gets no gradient.
+    stale: what could not be drawn gets no gradient. `repetition_penalty` changes logits before all of these, and
+    is part of the learned distribution too.
 
     Of all answers that were generated, `grpo.reward` is the mean reward, `grpo.reward_std` the mean of the standard
     deviations of the groups, `grpo.no_signal` the share of groups whose answers have the same reward,
@@ -101,6 +102,9 @@ class GRPO(ReferencePlugin):
         """Tokens are drawn among the fewest likeliest whose probabilities reach this sum."""
         min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
         """Tokens are drawn among those whose probability is at least this share of the likeliest one's; 0 for all."""
+        repetition_penalty: Annotated[float, Gt(0)] = 1.0
+        """Divides the positive logits, and multiplies the negative ones, of tokens that the prompt or the answer has
+        already, when answers are drawn and when they are learned; 1 for none."""
         batch: Annotated[int, Gt(0), Volatile()] = 32
         """Answers that are generated side by side on each data-parallel rank."""
         variant: Variant = "grpo"

@@ -104,8 +104,12 @@ def trained(
     }
 
 
-RULES = [*product((0.5, 1.5), (0, 40), (1.0, 0.8), (0.0, 0.05))]
-"""Temperature, top_k, top_p and min_p."""
+RULES = [
+    *product((0.5, 1.5), (0, 40), (1.0, 0.8), (0.0, 0.05), (1.0,)),
+    (0.8, 0, 1.0, 0.0, 1.7),
+    (0.5, 40, 0.8, 0.05, 0.6),
+]
+"""Temperature, top_k, top_p, min_p and repetition_penalty."""
 
 
 def fresh(folder: str, plugins: Sequence[str], config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -113,8 +117,8 @@ def fresh(folder: str, plugins: Sequence[str], config: Mapping[str, Any]) -> lis
     ratios, make, rule, seen = task.ratios, Rollouts.make, [Rule(1.0, 1)], list[list[float]]()
 
     def made(self: Rollouts, model: Any, side: Any, number: int, rows: int) -> Rollout:
-        temperature, top_k, top_p, min_p = RULES[number]
-        self._rule = rule[0] = Rule(temperature, self._tokenizer.vocabulary, top_k, top_p, min_p)
+        temperature, *others = RULES[number]
+        self._rule = rule[0] = Rule(temperature, self._tokenizer.vocabulary, *others)
         seen.append([])
         return make(self, model, side, number, rows)
 

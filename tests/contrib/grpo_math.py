@@ -60,6 +60,12 @@ def task_of(observed: Mapping[str, Any] | None = None, **options: Any) -> Any:
     return task
 
 
+def penalised(logits: Tensor, seen: set[int], config: Any) -> Tensor:
+    """Logits after the repetition penalty (arXiv:1909.05858)."""
+    factors = [config.repetition_penalty if number in seen else 1.0 for number in range(len(logits))]
+    return torch.stack([one * by if one < 0 else one / by for one, by in zip(logits, factors, strict=True)])
+
+
 def by_hand(
     part: nn.ModuleDict,
     hidden: Tensor,
@@ -77,7 +83,8 @@ def by_hand(
             if token == MASKED:
                 continue
             kept = (drawable[row][at] if drawable else []) or [*range(KNOWN)]
-            logits = (head @ hidden[row, at].double())[kept] / config.temperature
+            seen = {*batch.inputs[row, : at + 1].tolist()}
+            logits = penalised(head @ hidden[row, at].double(), seen, config)[kept] / config.temperature
             now = logits[kept.index(token)] - logits.exp().sum().log()
             old = batch.targets[DRAWN][row, at].double() if batch.targets[STALE][row] else now.detach()
             ratio, advantage = (now - old).exp(), batch.targets[ADVANTAGE][row]
@@ -85,7 +92,7 @@ def by_hand(
             term = -torch.minimum(ratio * advantage, bounded * advantage)
             if config.kl:
                 theirs = reference.parts[0]["head"].weight.double() @ reference(batch.inputs)[row, at].double()
-                theirs = theirs[kept] / config.temperature
+                theirs = penalised(theirs, seen, config)[kept] / config.temperature
                 apart = theirs[kept.index(token)] - theirs.exp().sum().log() - now
                 term = term + config.kl * (apart.exp() - apart - 1)
             terms.append(term)

@@ -33,6 +33,7 @@ ALL: dict[str, Any] = {
     "grpo.top_k": 200,
     "grpo.top_p": 0.9,
     "grpo.min_p": 0.02,
+    "grpo.repetition_penalty": 1.2,
 }
 """What there is to differ."""
 
@@ -118,7 +119,8 @@ def fresh(ranks: Pool, base: str, tmp_path_factory: pytest.TempPathFactory) -> l
 def test_ratios_of_fresh_answers_are_one_for_any_truncation(
     ranks: Pool, tmp_path: Path, base: str, fresh: list[dict[str, Any]], layout: str
 ) -> None:
-    """To the bit, over temperature, top_k, top_p and min_p; and what was kept of the drawing is what is learned."""
+    """To the bit, over temperature, top_k, top_p, min_p and repetition_penalty; what was kept of the drawing is what
+    is learned."""
     if layout == "alone":
         every = [fresh]
     else:

@@ -31,12 +31,14 @@ def truncated(batch: Batch) -> tuple[Batch, list[list[list[int]]]]:
     return batch.with_targets({DRAWABLE: torch.tensor(entries)}, axes=Axes(batch=None)), by_row
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
 @pytest.mark.parametrize("chunk", [0, 8])
 @pytest.mark.parametrize("variant", ["grpo", "dapo"])
-def test_what_could_not_be_drawn_takes_no_part(variant: str, chunk: int) -> None:
+def test_what_could_not_be_drawn_takes_no_part(variant: str, chunk: int, penalty: float) -> None:
     """Loss and gradients are those of the formula over the kept logits alone, with fresh and stale answers and with a
     reference."""
-    options = {"variant": variant, "kl": 0.3, "temperature": 0.6, "stale": 1, "top_p": 0.9}
+    options: dict[str, Any] = {"variant": variant, "kl": 0.3, "temperature": 0.6, "stale": 1, "top_p": 0.9}
+    options["repetition_penalty"] = penalty
     part, hidden, batch = case()
     batch, drawable = truncated(batch)
     task = task_of(**options, chunk=chunk)
@@ -59,6 +61,9 @@ TRUNCATIONS: tuple[dict[str, Any], ...] = (
     {"top_k": 9, "min_p": 0.1},
     {"top_p": 0.9, "min_p": 0.1},
     {"top_k": 12, "top_p": 0.9, "min_p": 0.05},
+    {"repetition_penalty": 1.6},
+    {"repetition_penalty": 0.5},
+    {"repetition_penalty": 1.6, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
 )
 
 
@@ -71,15 +76,18 @@ def test_a_drawn_token_is_learned_with_the_probability_that_it_was_drawn_with(
     torch.manual_seed(0)
     head, hidden = filled(2.0), torch.randn(2, 6, DIM)
     rule = Rule(temperature, KNOWN, **truncation)
+    inputs, penalised, cut = torch.randint(KNOWN, (2, 6)), "repetition_penalty" in truncation, rule.truncates
     entries, labels, drawn = [], torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 6)
     for place, logits in enumerate(head(hidden).detach().flatten(0, 1)):
-        token, drawn.flatten()[place], drawable = Answer(place, (1,), 1, rule, frozenset(), seed=1).choose(logits)
+        before = inputs[place // 6, : place % 6 + 1].tolist()
+        token, drawn.flatten()[place], drawable = Answer(place, before, 1, rule, frozenset(), seed=1).choose(logits)
         labels.flatten()[place] = token
-        known = Distribution.of(logits[:KNOWN], rule._sampling, ())
+        known = Distribution.of(logits[:KNOWN], rule._sampling, before)
         assert token in known.ids
-        assert (drawable is None) is (not truncation)
-        entries += [[place, one] for one in known.ids.tolist() if truncation]
-    found = Drawable(torch.tensor(entries), 12, KNOWN) if truncation else None
+        assert (drawable is None) is (not cut)
+        entries += [[place, one] for one in known.ids.tolist() if cut]
+    kept = torch.tensor(entries) if cut else None
+    found = Drawable(kept, 12, KNOWN, inputs if penalised else None) if truncation else None
     now, every = log_probabilities(rule, head(hidden), labels, places_of(labels), found)
     torch.testing.assert_close(now.float(), drawn, rtol=0, atol=2e-6)
     torch.testing.assert_close(every.exp().sum(-1), torch.ones(12))

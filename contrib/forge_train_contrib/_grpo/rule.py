@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -31,28 +32,39 @@ class Rule:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, config: Any, vocabulary: int) -> Rule:
-        return cls(config.temperature, vocabulary, config.top_k, config.top_p, config.min_p)
+        return cls(config.temperature, vocabulary, config.top_k, config.top_p, config.min_p, config.repetition_penalty)
 
     @property
     def truncates(self) -> bool:
         """True if some tokens can't be drawn."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
-    def distribution(self, logits: Tensor) -> Distribution:
-        """Of the next token, from `[vocabulary]` on the CPU."""
-        return Distribution.of(logits[: self.vocabulary], self._sampling, ())
+    @property
+    def penalises(self) -> bool:
+        """True if a token's logit depends on the tokens before it."""
+        return self.repetition_penalty != 1
 
-    def scores(self, logits: Tensor, drawable: Tensor | None = None) -> Tensor:
+    def distribution(self, logits: Tensor, seen: Sequence[int]) -> Distribution:
+        """Of the next token after some others, from `[vocabulary]` on the CPU."""
+        return Distribution.of(logits[: self.vocabulary], self._sampling, seen)
+
+    def scores(self, logits: Tensor, drawable: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
         """The logits of the distribution, fp32 and of the same shape and placement; vocabulary on the last axis.
 
         Args:
             logits: of the model.
             drawable: the tokens that could be drawn at each place, bool of the same shape; None for all.
+            seen: the tokens that were there before, likewise; None for none.
         """
-        scores, size = logits.float() / self.temperature, logits.shape[-1]
+        scores, size = logits.float(), logits.shape[-1]
+        if seen is not None:
+            penalised = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
+            scores = torch.where(_placed(seen, scores), penalised, scores)
+        scores = scores / self.temperature
         if drawable is None:
             if size <= self.vocabulary:
                 return scores
@@ -61,7 +73,13 @@ class Rule:
 
     @cached_property
     def _sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
 
 
 def _placed(values: Tensor, like: Tensor) -> Tensor:
@@ -77,25 +95,46 @@ def _placed(values: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Drawable:
-    """The tokens that could be drawn at each place of a micro-batch, as they were found when answers were drawn.
+    """The tokens that could be drawn at each place of a micro-batch, as they were found when answers were drawn, and
+    those that were there before.
 
     Args:
-        entries: `[tokens, 2]` int64: a place, row · sequence + position, and an id. A place without any had them all.
+        entries: `[tokens, 2]` int64: a place, row · sequence + position, and an id. A place without any had them all;
+            None if all had.
         places: number of places.
         vocabulary: of the tokenizer.
+        inputs: `[batch, sequence]` int64, where tokens that were there before count.
     """
 
-    entries: Tensor
+    entries: Tensor | None
     places: int
     vocabulary: int
+    inputs: Tensor | None = None
 
-    def at(self, places: Tensor, size: int) -> Tensor:
-        """Of some places, `[…, size]` bool.
+    def seen(self, places: Tensor, size: int) -> Tensor | None:
+        """The tokens that a row has up to some of its places, `[batch, places, size]` bool; None if none count.
+
+        Args:
+            places: their numbers, `[batch, places]`, row by row.
+            size: number of logits.
+        """
+        if self.inputs is None:
+            return None
+        rows, length = self.inputs.shape
+        first = torch.full((rows, size), length, device=places.device)
+        positions = torch.arange(length, device=places.device).expand(rows, length)
+        first.scatter_reduce_(1, self.inputs, positions, "amin")
+        return first[:, None] <= (places % length)[..., None]
+
+    def at(self, places: Tensor, size: int) -> Tensor | None:
+        """The tokens that could be drawn at some places, `[…, size]` bool; None for all.
 
         Args:
             places: their numbers, `[…]`, each once.
             size: number of logits.
         """
+        if self.entries is None:
+            return None
         device, count = places.device, places.numel()
         asked = torch.full((self.places,), count, device=device)
         asked[places.flatten()] = torch.arange(count, device=device)
@@ -136,7 +175,7 @@ class Answer:
 
     def choose(self, logits: Tensor) -> tuple[int, float, Tensor | None]:
         """Draw a token: it, its log-probability, and the ids that could be drawn; None for all."""
-        found = self._rule.distribution(logits)
+        found = self._rule.distribution(logits, self.ids)
         token = found.draw(uniform(self._seed, self.number, len(self.ids)))
         return token, found.log_probability(token), found.ids.int() if self._rule.truncates else None
 

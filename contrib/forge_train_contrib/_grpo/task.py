@@ -93,8 +93,10 @@ class Answers:
                 metrics[name].update(value / count.clamp(min=1), weights=count)
 
     def _drawable(self, batch: Batch) -> Drawable | None:
-        entries = batch.targets.get(DRAWABLE)
-        return None if entries is None else Drawable(entries, batch.labels.numel(), self.rule.vocabulary)
+        entries, inputs = batch.targets.get(DRAWABLE), batch.inputs if self.rule.penalises else None
+        if entries is None and inputs is None:
+            return None
+        return Drawable(entries, batch.labels.numel(), self.rule.vocabulary, inputs)
 
     @torch.no_grad()
     def _reference(self, part: nn.Module, batch: Batch, drawable: Drawable | None) -> Tensor | None:
@@ -133,9 +135,11 @@ def log_probabilities(
         logits: `[batch, sequence, vocabulary]`.
         labels: `[batch, sequence]`.
         places: their numbers in the micro-batch.
-        drawable: what they were drawn from; None for all tokens.
+        drawable: what they were drawn from; None for all tokens, whatever was there before.
     """
-    scores = rule.scores(logits, None if drawable is None else drawable.at(places, logits.shape[-1]))
+    size = logits.shape[-1]
+    masks = () if drawable is None else (drawable.at(places, size), drawable.seen(places, size))
+    scores = rule.scores(logits, *masks)
     known = F.log_softmax(scores.flatten(0, 1), -1)
     each = full_tensor(F.nll_loss(known, labels.flatten(), ignore_index=MASKED, reduction="none"))
     return -each.double().view(labels.shape), known
