@@ -209,3 +209,17 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads_data.write(tmp_path / "chats.jsonl", [{"messages": [USER, ANSWER]}])
     ended = forge("infer", "runs/bytes", "--data", "chats.jsonl", "--out", "plain.jsonl", "--template", "plain")
     assert ended.code == 0, ended.err
+
+
+def test_a_run_of_bytes_names_the_template_that_it_was_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    heads_data.write(tmp_path / "chats.jsonl", [{"messages": [USER, ANSWER]}] * 40)
+    (tmp_path / "mine.toml").write_text(forge_cli.DECODER.replace("sequence = 16", "sequence = 64"), encoding="utf-8")
+    chats = ("-p", "sft", "-s", "sft.path=chats.jsonl", "-s", "sft.template=plain", "-s", "train.evaluate_every=0")
+    ended = forge("train", "mine.toml", "--name", "bytes", "--quiet", *chats)
+    assert ended.code == 0, ended.err
+    advice = "it was trained with sft.template = 'plain', so add --template plain"
+    assert advice in refusal(tmp_path, {"messages": [USER, ANSWER]}, model="runs/bytes")
+    assert advice in one_message(forge("generate", "runs/bytes", "--chat", "--prompt", "x"), 2)

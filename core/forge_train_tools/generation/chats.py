@@ -13,7 +13,7 @@ from forge_train_kit import hookspecs, model_files
 from forge_train_kit.data.chats.beside import turn_end
 from forge_train_kit.data.chats.calls import tools_of
 from forge_train_kit.data.chats.records import check_beside, messages_of, with_system
-from forge_train_kit.data.chats.sources import open_template
+from forge_train_kit.data.chats.sources import advice, open_template
 from forge_train_kit.data.tokenizers.special import stop_ids
 
 TEMPLATE = "chat_template.jinja"
@@ -38,8 +38,7 @@ class ChatPrompts:
         folder = _folder(job, path, adapters)
         if folder is None and not choice:
             raise ConfigError(
-                "chat: this model came without a tokenizer's folder, so it has no chat template; choose one: "
-                "--template."
+                f"chat: this model came without a tokenizer's folder, so it has no chat template; {advice(job.config)}."
             )
         try:
             self._template = open_template(choice, folder)

@@ -16,6 +16,7 @@ from forge_train_kit.data.chats import (
     Conversation,
     Segments,
     Template,
+    advice,
     check_written,
     conversation,
     open_template,
@@ -102,7 +103,7 @@ class Chats:
         if not name and not self._choice:
             raise ConfigError(
                 "--template: a record is a chat, but this model came without a tokenizer's folder, so it has no chat "
-                "template; choose one, or write the chats as texts."
+                f"template; {advice(self._job.config)}, or write the chats as texts."
             )
         try:
             return open_template(self._choice, self._files[name].parent if name else None, now=TODAY)

@@ -13,7 +13,7 @@ from .pairs import EmbeddingTexts, Preference, embedding_texts, preference, rend
 from .records import SHAPES, Conversation, conversation
 from .rename import check_names, check_used, renamed
 from .render import Learn, Segments, render, tokenise, tokenise_ended
-from .sources import BUILT_IN, open_template
+from .sources import BUILT_IN, advice, open_template
 from .template import Template
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Preference",
     "Segments",
     "Template",
+    "advice",
     "check_names",
     "check_used",
     "check_written",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe, nearest
+from forge_train.config import Config
 
 from ...lfs import check_pointer
 from .template import Template
@@ -61,8 +63,25 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 """The special tokens that transformers gives to a template."""
 
 
+_KEY = "template"
+"""Option of plugins that choose a template."""
+
+
 class NoTemplateError(ConfigError):
     """A tokenizer has no chat template of its own, and none was chosen."""
+
+
+def advice(config: Config) -> str:
+    """A clause that says which template to choose for a model whose tokenizer has none: the one that it was trained
+    with, if its configuration names one.
+
+    Args:
+        config: that the model was trained with.
+    """
+    for key, value in config.values().items():
+        if key.endswith(f".{_KEY}") and isinstance(value, str) and (value in BUILT_IN or Path(value).is_file()):
+            return f"it was trained with {key} = {value!r}, so add --template {shlex.quote(value)}"
+    return "choose one with --template"
 
 
 def open_template(
