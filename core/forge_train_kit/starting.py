@@ -149,7 +149,13 @@ def _filled(model: Model, job: Job, path: Path) -> Initial | None:
 def _from_checkpoint(model: Model, job: Job, path: Path) -> Initial:
     train = job.config.train
     fit = load_weights(
-        model, job, path, missing=train.init_missing, unexpected=train.init_unexpected, free=new_head_patterns(job)
+        model,
+        job,
+        path,
+        missing=train.init_missing,
+        unexpected=train.init_unexpected,
+        free=new_head_patterns(job),
+        starts=True,
     )
     return Initial(str(path.absolute()), Base.of(path), fit.missing, fit.unexpected)
 

@@ -4,7 +4,7 @@ that a checkpoint is evaluated with."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError, PluginError
+from forge_train.base.strict_json import dumps
 from forge_train.checkpoint import checkpoint
 from forge_train.contract.model import Model
 from forge_train.loop.weights import Fit, compare_shapes, stored
@@ -59,6 +60,7 @@ def load_weights(
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
     free: Sequence[str] = (),
+    starts: bool = False,
 ) -> Fit:
     """Take only the weights from a checkpoint, those that it is evaluated with.
 
@@ -70,6 +72,7 @@ def load_weights(
         missing: patterns of names that the checkpoint need not hold.
         unexpected: patterns of names that it may hold beside the model's.
         free: patterns of names that only the checkpoint, only the model, or neither may have.
+        starts: whether a run starts from them, so that the options in `train` are named where they would help.
 
     Raises:
         ConfigError: if they are of another model, and for a pattern that fits nothing.
@@ -79,13 +82,30 @@ def load_weights(
     found = {name: at for name, at in places(path, job.dist, base).items() if not name.startswith(beside)}
     may_lack = Patterns("train.init_missing", missing, free)
     may_exceed = Patterns("train.init_unexpected", unexpected, free)
-    fit = compare_shapes(
-        path, weights, job.dist, found, lambda less, more: (may_lack.take(less), may_exceed.take(more))
-    )
+    ways = list[str]()
+
+    def spare(less: Sequence[str], more: Sequence[str]) -> tuple[list[str], list[str]]:
+        lack, exceed, both = may_lack.take(less), may_exceed.take(more), found.keys() - {*more}
+        if starts:
+            ways.extend(_way("To start them anew", may_lack.key, {*less} - {*lack}, both))
+            ways.extend(_way("To leave them out", may_exceed.key, {*more} - {*exceed}, both))
+        return lack, exceed
+
+    try:
+        fit = compare_shapes(path, weights, job.dist, found, spare)
+    except ConfigError as error:
+        raise ConfigError("\n".join([str(error), *ways])) from error
     may_lack.check(f"{path} lacks")
     may_exceed.check(f"{path} holds beside the model")
     read(weights, fit, job.dist)
     return fit
+
+
+def _way(what: str, key: str, names: Set[str], both: Set[str]) -> Iterator[str]:
+    """The option for parts of a model that only one of two has, such as modules that a plugin adds."""
+    roots = {name.partition(".")[0] for name in names}
+    if roots and roots.isdisjoint(name.partition(".")[0] for name in both):
+        yield f"{what}: -s '{key}={dumps([f'{root}.*' for root in sorted(roots)])}'"
 
 
 def new_head_patterns(job: Job) -> tuple[str, ...]:

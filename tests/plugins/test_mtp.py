@@ -258,14 +258,17 @@ def test_weights_go_to_a_model_without_and_back(tmp_path: Path, caplog: pytest.L
     run = trained(tmp_path, name="with")
     start = {"train.init_from": str(run.run)}
     plain = ("decoder",)
-    with pytest.raises(ConfigError, match=r"tail\.layers\.0\.embedding_norm\.weight"):
+    with pytest.raises(ConfigError, match=r"tail\.layers\.0\.embedding_norm\.weight") as refused:
         trained(tmp_path, *plain, name="refused", config=start)
+    assert str(refused.value).endswith("To leave them out: -s 'train.init_unexpected=[\"tail.*\"]'")
     bare = trained(tmp_path, *plain, name="bare", config={**start, "train.init_unexpected": ["tail.*"]})
     assert "tail.layers.0.embedding_norm.weight" in caplog.text, "what is left out is said"
     ended = run.model.state_dict()
     begun = bare.plugin("gradients").weights
     assert begun.keys() == {name for name in ended if not name.startswith("tail.")}
     assert all(torch.equal(begun[name], ended[name]) for name in begun)
+    with pytest.raises(ConfigError, match=r"To start them anew: -s 'train\.init_missing=\[\"tail\.\*\"\]'$"):
+        trained(tmp_path, name="refused too", config={"train.init_from": str(bare.run)})
     more = trained(tmp_path, name="more", config={"train.init_from": str(bare.run), "train.init_missing": ["tail.*"]})
     begun = more.plugin("gradients").weights
     assert all(torch.equal(begun[name], one) for name, one in bare.model.state_dict().items())
