@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -77,11 +78,12 @@ class Scans(Plugin):
 
     @hookimpl
     def prepare_batch(self, job: Job) -> PrepareBatch:
-        return PrepareBatch(BatchPhase.MAKE, with_scans)
+        one_token = job.hooks.gives("fusion") == "token"
+        return PrepareBatch(BatchPhase.MAKE, partial(with_scans, one_token=one_token))
 
 
-def with_scans(batch: Batch) -> Batch:
-    """The batch, with the tokens at some places replaced by scans of them."""
+def with_scans(batch: Batch, *, one_token: bool = False) -> Batch:
+    """The batch, with the tokens at some places replaced by scans of them, or the first of these by a placeholder."""
     rows, length = batch.inputs.shape
     grids = torch.zeros(rows, MOST, 3, dtype=torch.int64)
     places = torch.full((rows, length), -1)
@@ -91,13 +93,14 @@ def with_scans(batch: Batch) -> Batch:
         numbers: list[Tensor] = []
         for item in range(int(ids[0]) % (MOST + 1)):
             size = 2 + int(ids[item]) % 3
+            width = 1 if one_token else size
             at += 1 + int(ids[item + 1]) % 4
             if at + size > length:
                 break
             grids[row, item] = torch.tensor((1, 1, size))
-            places[row, at : at + size] = torch.arange(seen, seen + size)
+            places[row, at : at + width] = torch.arange(width) + (item if one_token else seen)
             numbers.append(torch.sin(ids[at : at + size, None] * torch.arange(1, FEATURES + 1)))
-            at, seen = at + size, seen + size
+            at, seen = at + width, seen + size
         values.append(torch.cat([*numbers, torch.zeros(0, FEATURES)]))
     most = max(1, *(len(one) for one in values))
     padded = torch.stack([F.pad(one, (0, 0, 0, most - len(one))) for one in values])

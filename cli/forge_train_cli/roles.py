@@ -12,6 +12,7 @@ ROOMS = {
     "models": "model",
     "attention": "attention",
     "feed_forward": "feed-forward",
+    "fusions": "fusion",
     "experts": "experts",
     "modalities": "modality",
     "parallel": "parallelism",

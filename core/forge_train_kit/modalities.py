@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["Encoder", "Fusion", "FusionSpec", "Grid", "Item", "ItemSource", "Modality", "extras_of"]
+__all__ = ["Encoder", "Fusion", "FusionSpec", "Grid", "Item", "ItemSource", "Modality", "extras_of", "vectors_of"]
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
+
+    from .layers import Layer
 
 Grid = tuple[int, int, int]
 """Patches of an item: along time, height and width. An image has one frame, a sound a height and a width of 1."""
@@ -93,7 +95,8 @@ class Encoder(Protocol):
     """Turns the patches of items into features: an encoder and its connector, an `nn.Module`.
 
     It may declare `units`, names of its modules to shard and recompute one by one, and `flops(patches)`, operations of
-    a forward pass over an item of so many patches. Rows and items never see each other, nor the padding.
+    a forward pass over an item of so many patches. If it gives other than one vector for each patch, it declares
+    `vectors(grids)`, their numbers (`vectors_of`). Rows and items never see each other, nor the padding.
     """
 
     def __call__(self, values: Tensor, grids: Tensor) -> Tensor:
@@ -119,6 +122,8 @@ class FusionSpec:
     """Number of the model's layers."""
     encoders: Mapping[str, Encoder]
     """Modality → its encoder, of width `dim`."""
+    layer: Layer
+    """Sizes of the model's first layer, for modules like those of layers."""
     std: float = 0.02
     """Standard deviation of initial weights."""
 
@@ -127,7 +132,13 @@ class Fusion(Protocol):
     """`fusion`: joins the features of items with the hidden states, an `nn.Module` that the model keeps as `fusion`.
 
     Extras of a batch reach it as they are in `extras_of`. It may declare `tensor_plan()`, `units` and
-    `flops_per_token(sequence)`, as a model does.
+    `flops_per_token(sequence)`, as a model does, and
+
+    * `features(**extras)`, called once on each part that has some of `layers`, before the first of them: by name, what
+      they are called with beside the extras;
+    * `beside`, layer number → names of more of its modules, which a pipeline keeps with that layer;
+    * `new_cache()`, what `features` gets as `cache`, with the number of tokens as `tokens`, while text is generated:
+      the first tokens come with extras, later ones alone.
     """
 
     enter: nn.Module | None
@@ -143,6 +154,22 @@ def extras_of(name: str) -> tuple[str, str, str]:
 
     Returns:
         Of the values `[batch, patches, features]`, the grids `[batch, items, 3]`, and the places
-        `[batch, sequence]` int64: the feature vector of its row that stands at each position, and −1 at others.
+        `[batch, sequence]` int64: the feature vector of its row that stands at each position, and −1 at others. For a
+        fusion with `gives = {"fusion": "token"}`, the item of its row whose placeholder stands there, counted from 0.
     """
     return f"{name}_values", f"{name}_grids", f"{name}_places"
+
+
+def vectors_of(encoder: Encoder, grids: Tensor) -> Tensor:
+    """The number of feature vectors of each item: what the encoder declares, or as many as patches.
+
+    Args:
+        encoder: of a modality.
+        grids: `[batch, items, 3]`, zeros where there is no item.
+
+    Returns:
+        `[batch, items]` int64, 0 where there is no item; `Modality.positions` says the same of one grid.
+    """
+    declared = getattr(encoder, "vectors", None)
+    counted: Tensor = grids.prod(-1) if declared is None else declared(grids)
+    return counted

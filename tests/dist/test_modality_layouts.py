@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import compositions
-from crossed import marked
+from crossed import few
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -25,18 +25,30 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "pp2, ac": (("pp", "ac"), {"parallel.pp": 2, **ONE}),
     "cp2": (("cp", "fsdp2"), {"parallel.cp": 2}),
     "ep2": (("moe", "ep", "fsdp2"), {"moe.experts": 4, "moe.hidden": 16, "parallel.ep": 2}),
+    "pp2, input and weight gradients apart": (("pp",), {"parallel.pp": 2, "pp.schedule": "zbv", **ONE}),
 }
-EXTENDED = ("fsdp2", "ddp")
+FUSIONS: dict[str, dict[str, Any]] = {
+    "prefix": {},
+    "cross_attention": {"cross_attention.every": 2, "cross_attention.gate": 0.5},
+}
+EXTENDED = (
+    *(("prefix", layout) for layout in ("fsdp2", "ddp", "pp2, input and weight gradients apart")),
+    *(("cross_attention", layout) for layout in ("fsdp2", "ddp", "tp2", "pp2, input and weight gradients apart")),
+)
 """CI has these axes with more options."""
+CASES = [(fusion, layout) for fusion in FUSIONS for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))
-def test_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
+@pytest.mark.parametrize(("fusion", "layout"), few(CASES, [case for case in CASES if case not in EXTENDED]))
+def test_agrees_with_one_process(fusion: str, layout: str, verify: Verifier, composition_file: Path) -> None:
     plugins, settings = LAYOUTS[layout]
-    request = compositions._request(composition_file, ("scans:Scans", *plugins), MODEL | settings)
-    alone = {key: value for key, value in settings.items() if key.startswith(("moe.", "train.sequence"))}
+    plugins, settings = ("scans:Scans", fusion, *plugins), MODEL | FUSIONS[fusion] | settings
+    request = compositions._request(composition_file, plugins, settings)
+    alone = {key: value for key, value in settings.items() if not key.startswith(("parallel.", "tp.", "pp."))}
     reference = compositions._request(
-        composition_file, ("scans:Scans", *(one for one in plugins if one == "moe")), MODEL | alone
+        composition_file,
+        tuple(one for one in plugins if one in ("scans:Scans", fusion, "moe")),
+        alone | {"train.micro_batch": 2},
     )
     verdict = verify(request, 2, steps=2, reference=reference)
     assert verdict.agree, verdict

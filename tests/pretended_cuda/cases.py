@@ -68,6 +68,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
         case("deterministic flash", "flash", run__deterministic=True, train__precision="bf16"),
         case("states in 8 bits", adamw__state__first="8bit", adamw__state__second="8bit"),
         case("items", "prefix", "scans:Scans"),
+        case("items beside tokens", "cross_attention", "scans:Scans", cross_attention__every=1),
         case("saved", checkpoint__every=2),
         case("saved twice", checkpoint__every=2, checkpoint__format="both"),
         case("saved in the background", checkpoint__every=2, checkpoint__asynchronous=True),
@@ -86,7 +87,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
 TINY = {"decoder.dim": 32, "decoder.layers": 1, "decoder.heads": 4, "train.sequence": 32, "train.global_batch": 4}
 TOGETHER = (
     *("tokens", "classify", "token_classify", "embed", "reward", "dpo", "text_labels", "text_pairs", "sft"),
-    *("prefix", "multimodal"),
+    *("prefix", "cross_attention", "multimodal"),
 )
 """Plugins that only work with each other, or with each other's records."""
 

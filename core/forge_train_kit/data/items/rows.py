@@ -186,7 +186,7 @@ def gathered(fields: ItemFields, placed: Iterable[tuple[ItemSource, Noted, int]]
     for source, one, at in placed:
         values[one.modality].append(_decoded(fields.modalities[one.modality], source, one).values)
         grids[one.modality].append(one.grid)
-        first = vectors[one.modality]
+        first = len(values[one.modality]) - 1 if fields.alone else vectors[one.modality]
         found[one.modality].places[at : at + one.length] = np.arange(first, first + one.length)
         vectors[one.modality] += one.vectors
     return {

@@ -45,10 +45,10 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     ropes = _ropes(config) if config.positions == "rotary" else (None, None)
     windows, rotated = rules.windows(config), rules.rotated(config)
 
-    def block(index: int, count: int, name: str) -> Block:
+    def spec_of(index: int, count: int) -> Layer:
         at = min(index, config.layers - 1)  # the layers of a tail are built like the last layer
         window = windows[at] or None
-        layer = Layer(
+        return Layer(
             index=index,
             num_layers=count,
             dim=config.dim,
@@ -72,6 +72,9 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             sinks=config.sinks,
             attention_dropout=config.attention_dropout,
         )
+
+    def block(index: int, count: int, name: str) -> Block:
+        layer = spec_of(index, count)
         attention = hookspecs.attention(layer, job)
         _check_obeyed("the attention", attention, layer, ("window", "soft_cap", "scale", "sinks"))
         if not hasattr(attention, "recurrence"):  # such layers have no attention weights to drop
@@ -123,14 +126,15 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         positions=Embedding(config.max_sequence, config.dim, std=config.std) if config.positions == "learned" else None,
         tail=hookspecs.tail(trunk, job) if job.hooks.provider("tail") else None,
     )
-    model.fusion = _fusion(config, job)
+    model.fusion = _fusion(config, spec_of(0, config.layers), job)
     return model
 
 
-def _fusion(config: Decoder.Config, job: Job) -> Fusion | None:
+def _fusion(config: Decoder.Config, layer: Layer, job: Job) -> Fusion | None:
     """Joins items with text; None if no plugin gives a modality."""
     encoders = {name: one.encoder(config.dim) for name, one in enabled_modalities(job).items()}
-    return hookspecs.fusion(FusionSpec(config.dim, config.layers, encoders, config.std), job) if encoders else None
+    spec = FusionSpec(config.dim, config.layers, encoders, layer, config.std)
+    return hookspecs.fusion(spec, job) if encoders else None
 
 
 DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "sinks": False, "divisor": 1.0, "attention_dropout": 0.0}

@@ -12,6 +12,7 @@ from forge_train.base.format import format_list
 from forge_train_kit.layers import Attention, FeedForward
 from forge_train_kit.model import Slots, TensorStyle, flops_per_token
 
+from .fused import beside, features, with_cache
 from .renewed import RenewedCaches, renewed, slots_of
 
 
@@ -156,11 +157,12 @@ class Transformer(nn.Module):
             ids, x = x, self.embedding(x)
             x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
             x = x if self.positions is None else x + self.positions(_places(ids, position_ids))
-            x = x if self.fusion is None else self.fusion.enter(x, **items)
+            x = x if getattr(self.fusion, "enter", None) is None else self.fusion.enter(x, **items)
             x = x if self.embedding_dropout is None else self.embedding_dropout(x)
         joined = () if self.fusion is None else self.fusion.layers
+        more = features(self.fusion, items, cache, 0 if position_ids is None else position_ids.shape[1])
         for index, layer in self.layers.items():
-            x = self.fusion.layers[index](x, **items) if index in joined else x
+            x = self.fusion.layers[index](x, **more) if index in joined else x
             x = layer(x, position_ids, document_ids, cache[index] if cache else None)
         x = x if self.norm is None else self.norm(x)
         return self.tail(x, position_ids, document_ids) if self.training and self.tail is not None else x
@@ -175,7 +177,8 @@ class Transformer(nn.Module):
         if length > self.max_sequence:
             raise ValueError(f"the model supports at most {self.max_sequence} tokens, but {length} were requested")
         caches = {index: _new_cache(layer.attention, batch, length) for index, layer in self.layers.items()}
-        return renewed(caches, [layer.attention for layer in self.layers.values()], length)
+        caches = renewed(caches, [layer.attention for layer in self.layers.values()], length)
+        return with_cache(caches, self.fusion)
 
     def new_slots(self, slots: Slots) -> dict[str, Any]:
         """A cache for each layer, for rows that are generated side by side; a forward with it is given positions.
@@ -196,8 +199,8 @@ class Transformer(nn.Module):
     @property
     def units(self) -> tuple[str, ...]:
         """Modules to shard, recompute and compile one by one."""
-        beside = {"fusion": self.fusion, "tail": self.tail}
-        inner = (f"{name}.{unit}" for name, module in beside.items() for unit in getattr(module, "units", ()))
+        both = {"fusion": self.fusion, "tail": self.tail}
+        inner = (f"{name}.{unit}" for name, module in both.items() for unit in getattr(module, "units", ()))
         return (*self._layers, *inner)
 
     @property
@@ -207,15 +210,12 @@ class Transformer(nn.Module):
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """Modules in the order data takes. A part is a run of neighbouring entries; an entry is never split."""
-        beside = [one for one in ("positions", "embedding_dropout") if getattr(self, one) is not None]
-        beside += ["fusion.enter"] if getattr(self.fusion, "enter", None) is not None else []
-        first = [("embedding", *beside)] if self.embedding is not None else []
-        joined = () if self.fusion is None else self.fusion.layers
+        entry = [one for one in ("positions", "embedding_dropout") if getattr(self, one) is not None]
+        entry += ["fusion.enter"] if getattr(self.fusion, "enter", None) is not None else []
+        first = [("embedding", *entry)] if self.embedding is not None else []
         tail = () if self.tail is None else ("tail",)
         last = [("norm", *tail, "head")] if self.head is not None else []
-        layers = [
-            (f"layers.{index}", *([f"fusion.layers.{index}"] if index in joined else [])) for index in self.layers
-        ]
+        layers = [(f"layers.{index}", *beside(self.fusion, index)) for index in self.layers]
         return (*first, *layers, *last)
 
     @property
@@ -248,9 +248,9 @@ class Transformer(nn.Module):
             plan |= {} if self.embedding_dropout is None else {"embedding_dropout": "sequence"}
         for name, layer in zip(self._layers, self.layers.values(), strict=True):
             plan |= {f"{name}.{path}": style for path, style in _plan(layer).items()}
-        for beside in ("fusion", "tail"):
-            if (module := getattr(self, beside)) is not None:
-                plan |= {f"{beside}.{path}": style for path, style in _plan(module).items()}
+        for one in ("fusion", "tail"):
+            if (module := getattr(self, one)) is not None:
+                plan |= {f"{one}.{path}": style for path, style in _plan(module).items()}
         if self.norm is not None:
             plan["norm"] = "sequence"
         if self.head is not None:

@@ -88,7 +88,7 @@ def with_kernels(part: nn.Module, ranks: int) -> dict[str, Any]:
     plan: Mapping[str, str] = part.tensor_plan() if hasattr(part, "tensor_plan") else {}
     alone = tuple(f"{name}." for name, style in plan.items() if style == "sequence")
     for unit in getattr(part, "units", ()):
-        if not unit.startswith(alone) and not any(f"{name}.".startswith(f"{unit}.") for name in carried):
+        if not f"{unit}.".startswith(alone) and not any(f"{name}.".startswith(f"{unit}.") for name in carried):
             raise ConfigError(
                 f"parallel.cp = {ranks}: {unit} ({type(part.get_submodule(unit)).__name__}) shows no attention kernel "
                 "(`.kernel`) and no `.recurrence`, so that nothing would carry a sequence from one rank's slice to the "

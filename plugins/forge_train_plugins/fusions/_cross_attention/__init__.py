@@ -1,0 +1,1 @@
+"""Parts of the `cross_attention` plugin."""
