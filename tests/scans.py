@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import items_data
 from forge_train import MASKED, Axes, Batch, BatchPhase, Job, Plugin, PrepareBatch, hookimpl
-from forge_train_kit.modalities import Encoder, Modality, extras_of
+from forge_train_kit.modalities import Encoder, Grid, Item, ItemSource, Modality, extras_of
 from forge_train_kit.model import LayerNorm, Linear
 
-FEATURES = items_data.FEATURES
+FEATURES = 3
 MOST = 3
 """Items of a row at most."""
 
@@ -59,8 +59,22 @@ class Mixer(nn.Module):
         return x + mixed
 
 
-class Scan(items_data.Scan):
-    """The modality of files, with an encoder."""
+class Scan:
+    """Modality whose items this module makes itself."""
+
+    name, placeholder, features = "scan", "<scan>", FEATURES
+
+    def public(self) -> Mapping[str, Any]:
+        return {}
+
+    def measure(self, source: ItemSource) -> Grid:
+        raise NotImplementedError
+
+    def read(self, source: ItemSource) -> Item:
+        raise NotImplementedError
+
+    def positions(self, grid: Grid) -> int:
+        return grid[0] * grid[1] * grid[2]
 
     def encoder(self, dim: int) -> Encoder:
         return ScanEncoder(dim)

@@ -58,7 +58,7 @@ def rows(plugins: Sequence[str], values: Sequence[str], slots: int, count: int, 
 
 def with_items(plugins: Sequence[str], values: Sequence[str], folder: str, slots: int) -> Any:
     """Rows of prompts with and without scans, as in `rows`."""
-    request = Request(plugins=("scans:Scans", *plugins), without=("console", "tensorboard"), set=(*MODEL, *values))
+    request = Request(plugins=("items_data:Scans", *plugins), without=("console", "tensorboard"), set=(*MODEL, *values))
     with prepared(resolve(request, world=here().size), ReadOnlyRun(Path("nowhere"))) as job:
         model = compose(job).model
         prompts = ItemPrompts(job)

@@ -33,7 +33,7 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a model that takes scans."""
-    return tiny_models.trained(tmp_path_factory.mktemp("run"), plugins=("scans:Scans",))
+    return tiny_models.trained(tmp_path_factory.mktemp("run"), plugins=("items_data:Scans",))
 
 
 PROMPTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -57,7 +57,7 @@ def rows(job: Any, folder: Path) -> list[TextRow]:
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("plugins", [(), ("moe",)])
 def test_tokens_are_those_of_a_whole_forward(scans: Path, slots: int, plugins: tuple[str, ...]) -> None:
-    job, model = tiny_models.composed("tokenizer.path=bytes", plugins=("scans:Scans", *plugins))
+    job, model = tiny_models.composed("tokenizer.path=bytes", plugins=("items_data:Scans", *plugins))
     for row in run(job, model, iter(rows(job, scans)), slots=slots):
         assert row.items is not None
         ids = torch.tensor([row.ids])

@@ -84,13 +84,13 @@ class ItemPrompts:
         ids, learned = np.asarray(marked, np.uint32), np.zeros(len(marked), np.uint8)
         weaver = Weaver(replace(self.fields, folder=folder), self.tokenizer, File(where), self._kept)
         found = {name: list(some) for name, some in entries.items()}
-        (whole, _), (table, _) = weaver.documents(ids, learned, found, where)
+        woven = weaver.woven(ids, learned, found, b"", where)
         placed = []
-        for one in Table.of(table).items:
+        for one in Table.of(woven.table[0]).items:
             path = f"/{one.path}" if one.path else self._kept.path_of_part()
             span = (0, None) if one.offset < 0 else (one.offset, one.size)
             placed.append((ItemSource(path, where, *span), one, one.start))
-        return whole.tolist(), PromptItems(self.fields, tuple(placed))
+        return woven.tokens[0].tolist(), PromptItems(self.fields, tuple(placed))
 
     def last(self, text: str, entries: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """The last items, as many as a text has placeholders: those of a chat without its oldest turns."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +85,8 @@ def with_kernels(part: nn.Module, ranks: int) -> dict[str, Any]:
     """
     found = {name: module for name, module in part.named_modules() if callable(getattr(module, "kernel", None))}
     carried = {**found, **with_recurrences(part)}
-    plan: Mapping[str, str] = part.tensor_plan() if hasattr(part, "tensor_plan") else {}
+    declare: Callable[[], Mapping[str, str]] = getattr(part, "tensor_plan", dict)
+    plan = declare()
     alone = tuple(f"{name}." for name, style in plan.items() if style == "sequence")
     for unit in getattr(part, "units", ()):
         if not f"{unit}.".startswith(alone) and not any(f"{name}.".startswith(f"{unit}.") for name in carried):
