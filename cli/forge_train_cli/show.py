@@ -53,6 +53,9 @@ def show(request: Request, world: int, sample: bool, as_json: bool) -> None:
         share = f"{row.learned:,} of {row.labels:,} labels are learned ({row.learned / row.labels:.1%})"
         screen.line(f"\nrow {number} · {share}", "bold")
         print_tokens(row.tokens)
+        for item in row.items:
+            grid = "×".join(map(str, item.grid))
+            screen.line(f"{item.modality} {grid} at {item.position}: {item.path} ({item.where})", "dim")
         if row.padding:
             screen.line(f"and {row.padding:,} more of the last token", "dim")
 

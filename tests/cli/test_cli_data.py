@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import items_data
 from forge_command import Forge
 
 CHATS = [
@@ -251,6 +252,23 @@ def test_rows_are_shown_as_the_model_is_given_them(forge: Forge, folder: Path) -
     assert f"row 0 · {len(' Three.') + 3} of 64 labels are learned (15.6%)" in shown
     assert "⟧ │T│h│r│e│e│.│↵" in shown
     assert "more of the last token" in shown
+
+
+def test_items_of_rows_are_shown_with_their_files(forge: Forge, folder: Path) -> None:
+    names = items_data.write_scans(folder, (2, 3))
+    items_data.write_records(folder / "data.jsonl", [{"text": "a<scan>b<scan>", "scans": names}])
+    asked = ("-p", "multimodal", "-p", "items_data:Scans", "-s", "multimodal.path=data.jsonl", "--without", "text")
+    asked += ("-s", "train.sequence=16", "-s", "multimodal.held_out=0")
+    (row, *_) = forge("data", "show", "tiny.toml", *asked, "--sample", "--json").json["rows"]
+    texts = [token["text"] for token in row["tokens"]]
+    assert texts[:5] == ["a", "[scan 1×1×2]", "b", "[scan 1×1×3]", "<end>"]
+    assert [token["learned"] for token in row["tokens"][:5]] == [False, False, True, False, True]
+    assert [(one["position"], one["positions"], one["grid"]) for one in row["items"]] == [
+        (1, 2, [1, 1, 2]),
+        (4, 3, [1, 1, 3]),
+    ]
+    shown = forge("data", "show", "tiny.toml", *asked, "--sample").out
+    assert f"scan 1×1×3 at 4: {folder / '1.npy'} ({folder / 'data.jsonl'}, line 1)" in shown
 
 
 def test_rows_of_text_are_learned_to_the_last_label(forge: Forge, folder: Path) -> None:

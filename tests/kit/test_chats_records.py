@@ -137,7 +137,7 @@ def test_a_system_prompt_beside_the_messages_is_read(record: dict[str, Any], con
     ("more", "says"),
     [
         ({"functions": [{"name": "f"}]}, "functions is not read: name it tools, or leave it out."),
-        ({"images": ["a.png"]}, "images is not read: only text is read"),
+        ({"images": ["a.png"]}, "images is not read: enable a plugin that reads them beside text"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs is not read: template_options"),
         ({"weight": 0}, "weight of a whole record is not read: give it to messages"),
         ({"train": False}, "train of a whole record is not read"),

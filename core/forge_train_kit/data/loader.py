@@ -29,6 +29,9 @@ from .workers import Task, Workers
 if TYPE_CHECKING:
     from forge_train import Job
 
+    from ..modalities import ItemSource
+    from .items.notes import Noted
+
 log = logging.getLogger("forge_train")
 
 SOURCE = "source"
@@ -92,6 +95,12 @@ class StreamLoader:
             self._on_skip(skipped)
         self._position += self._micro_batch * self._ranks
         return batch
+
+    def items(self, sequence: int) -> list[tuple[ItemSource, Noted, int]]:
+        """The items of a sequence of the global stream, each with its place and its position; see `ItemRows`."""
+        inside = getattr(self._stream, "inside", None)
+        (place,) = self._stream.places(np.array([sequence], np.int64))
+        return [] if inside is None else list(inside(place))
 
     def close(self) -> None:
         """End all workers; the next batch would start them again."""

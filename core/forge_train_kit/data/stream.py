@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,6 +86,11 @@ class Ordered:
 
     def where(self, place: Int64) -> str:
         return self.rows.where(int(place))
+
+    def inside(self, place: Int64) -> Iterable[Any]:
+        """The items of a row; see `ItemRows`."""
+        inside = getattr(self.rows, "inside", None)
+        return () if inside is None else inside(int(place))
 
     def after(self, place: Int64) -> Int64:
         return np.asarray((place + 1) % self.rows.count)

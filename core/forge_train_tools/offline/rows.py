@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError
 from forge_train.contract.batch import MASKED, Batch
+from forge_train.contract.protocols import Loader
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 from forge_train.step.forward import close
@@ -22,6 +23,27 @@ from .opening import lone_job
 
 
 @dataclass(frozen=True)
+class RowItem:
+    """An item of a row, such as an image.
+
+    Args:
+        modality: its name.
+        position: the first one in the row.
+        positions: number of them.
+        grid: patches along time, height and width.
+        path: of its file.
+        where: the record that names it.
+    """
+
+    modality: str
+    position: int
+    positions: int
+    grid: tuple[int, int, int]
+    path: str
+    where: str
+
+
+@dataclass(frozen=True)
 class Row:
     """A row; a token is learned if it is the label of the one before it.
 
@@ -30,12 +52,14 @@ class Row:
         labels: number of all labels.
         tokens: of the row, and its last label if that counts.
         padding: number of tokens left out at the end: the same token, never learned.
+        items: in their order; the tokens have one at the positions of each.
     """
 
     learned: int
     labels: int
     tokens: tuple[Token, ...]
     padding: int
+    items: tuple[RowItem, ...] = ()
 
 
 def rows(setup: Setup, count: int) -> list[Row]:
@@ -48,26 +72,41 @@ def rows(setup: Setup, count: int) -> list[Row]:
     loader, found = job.hooks.build_data("train"), list[Row]()
     try:
         while len(found) < count:
-            found += _rows(next(loader), job)
+            found += _rows(next(loader), job, loader, len(found))
     finally:
         close(loader)
     return found[:count]
 
 
-def _rows(batch: Batch, job: Job) -> Iterator[Row]:
+def _rows(batch: Batch, job: Job, loader: Loader, first: int) -> Iterator[Row]:
     if not _labels_are_tokens(batch):
         raise ConfigError(
             f"{job.hooks.whose('build_data')}: --sample shows rows of tokens whose labels are the next ones; these "
             "have others."
         )
     documents = batch.document_ids if batch.document_ids is not None else torch.zeros_like(batch.inputs)
-    for ids, labels, own in zip(batch.inputs, batch.labels, documents, strict=True):
-        tokens = list(_tokens(ids, labels, own, job))
+    items_of = getattr(loader, "items", lambda number: ())
+    for at, (ids, labels, own) in enumerate(zip(batch.inputs, batch.labels, documents, strict=True)):
+        items = tuple(
+            RowItem(one.modality, position, one.length, one.grid, source.path, source.where)
+            for source, one, position in items_of(first + at)
+        )
+        tokens = _with_items(list(_tokens(ids, labels, own, job)), items)
         padding = 0
         while len(tokens) > 1 and tokens[-1] == tokens[-2] and not tokens[-1].learned:
             tokens.pop()
             padding += 1
-        yield Row(int((labels != MASKED).sum()), len(labels), tuple(tokens), padding)
+        yield Row(int((labels != MASKED).sum()), len(labels), tuple(tokens), padding, items)
+
+
+def _with_items(tokens: list[Token], items: Sequence[RowItem]) -> list[Token]:
+    """Tokens with one in place of those of each item."""
+    for one in reversed(items):
+        here = slice(one.position, one.position + one.positions)
+        if tokens[here]:
+            text = f"[{one.modality} {'×'.join(map(str, one.grid))}]"
+            tokens[here] = [replace(tokens[here][-1], text=text, special=True, learned=False)]
+    return tokens
 
 
 def _labels_are_tokens(batch: Batch) -> bool:
