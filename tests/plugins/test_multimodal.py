@@ -92,7 +92,7 @@ def test_an_item_takes_one_position_where_the_fusion_gives_it_one(tmp_path: Path
     given = [{"text": "a<scan>b<scan>", "scans": scans}]
     batch = next(plugin(tmp_path, given).build_data(job(Scan(merge=2), gives="token"), "train"))
     assert batch.inputs[0, :5].tolist() == [97, END, 98, END, END]
-    assert batch.extras["scan_places"][0, :6].tolist() == [-1, 0, -1, 2, -1, -1]
+    assert batch.extras["scan_places"][0, :6].tolist() == [-1, 0, -1, 1, -1, -1]
     assert batch.extras["scan_grids"][0].tolist() == [[1, 1, 4], [1, 1, 3]]
 
 
@@ -212,6 +212,25 @@ def test_a_broken_item_stops_the_run_or_is_skipped(tmp_path: Path) -> None:
     assert [rendered(batch, row)[0][0] for row in range(2)] == ["*ab", "only text"]
     assert len(told) == 1
     assert "line 2" in told[0]
+
+
+def test_records_whose_items_can_not_be_measured_are_left_out_where_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scans = [*write_scans(tmp_path, [2, 2]), "missing.npy"]
+    (tmp_path / "1.npy").write_bytes(b"broken")
+    given = [{"text": f"<scan>{at}", "scans": [name]} for at, name in enumerate(scans)]
+    with pytest.raises(ConfigError, match=r"line 2: .*1\.npy: a broken scan"):
+        plugin(tmp_path, given).build_data(job(), "train")
+    skip = Prefetch(on_error="skip")
+    batch = next(plugin(tmp_path, given, prefetch=skip).build_data(job(micro_batch=1), "train"))
+    assert [text for text, _ in rendered(batch, 0) if text] == ["**0"]
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(told) == 2
+    assert "line 2" in told[0]
+    assert "missing.npy: No such file or directory. The record is left out." in told[1]
+    with pytest.raises(ConfigError, match=r"no text in 1 file; all is left out, such as: .*line 1: .*missing\.npy"):
+        plugin(tmp_path, given[2:], prefetch=skip).build_data(job(), "train")
 
 
 def test_an_item_that_changed_since_it_was_measured_is_told(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ class Multimodal(DataPlugin):
     relative to the record's file; a `data:` URL; an address; or an object with one of these under `path` or `url`, or
     with `bytes`, as `datasets` stores images in Parquet. Records without items are texts.
 
-    Items are measured when the data is prepared, and decoded when their row is read. All text is learned, and no
+    Items are measured when the data is prepared, and decoded when their row is read. With `prefetch.on_error = "skip"`,
+    a record with an item that can't be measured is left out. All text is learned, and no
     position of an item. An item is never split, and attention stays inside each record.
     """
 
@@ -159,7 +160,9 @@ class Multimodal(DataPlugin):
         """
         from forge_train_kit.data.items import ItemFields
 
-        fields = ItemFields.of(job, self.config.path, "multimodal", self.config.items)
+        config = self.config
+        skip = config.prefetch.on_error == "skip"
+        fields = ItemFields.of(job, config.path, "multimodal", config.items, skip=skip)
         if fields is None:
             raise ConfigError("multimodal: no enabled plugin gives a modality; enable one, or read texts with `text`.")
         return fields

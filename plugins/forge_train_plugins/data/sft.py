@@ -260,5 +260,5 @@ class SFT(DataPlugin):
             learn_pattern=config.learn_pattern,
             each_turn=config.each_turn,
             split_special_tokens=config.split_special_tokens,
-            items=ItemFields.of(job, config.path, "sft", config.items),
+            items=ItemFields.of(job, config.path, "sft", config.items, skip=config.prefetch.on_error == "skip"),
         )

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from forge_train import Job
 
 
+class BrokenItemError(ConfigError):
+    """An item can't be read."""
+
+
 @dataclass(frozen=True)
 class ItemFields:
     """The fields of records that hold their items: of a modality `image`, several under `images`, or one under `image`.
@@ -30,15 +34,19 @@ class ItemFields:
         alone: whether an item takes one position, rather than one for each of its feature vectors.
         root: the folder of all data files.
         folder: the folder of relative paths; empty for that of the record's file.
+        skip: whether a record with an item that can't be read is left out, rather than an error.
     """
 
     modalities: Mapping[str, Modality]
     alone: bool
     root: str
     folder: str = ""
+    skip: bool = False
 
     @classmethod
-    def of(cls, job: Job, paths: str | tuple[str, ...], key: str, folder: str = "") -> ItemFields | None:
+    def of(
+        cls, job: Job, paths: str | tuple[str, ...], key: str, folder: str = "", *, skip: bool = False
+    ) -> ItemFields | None:
         """The fields for the modalities of a run; None if it has none.
 
         Args:
@@ -46,6 +54,7 @@ class ItemFields:
             paths: the data files.
             key: the section that names them.
             folder: the folder of relative paths.
+            skip: see above.
 
         Raises:
             ConfigError: there are no such files, or no such folder.
@@ -60,12 +69,13 @@ class ItemFields:
         folders = [posixpath.dirname(file.address) for file in find(paths, key=f"{key}.path") if file.local]
         alone = job.hooks.gives("fusion") == "token"
         root = posixpath.commonpath(folders) if folders else "/"
-        return cls(modalities, alone, root, folder and str(Path(folder).expanduser().absolute()))
+        return cls(modalities, alone, root, folder and str(Path(folder).expanduser().absolute()), skip)
 
     def public(self) -> dict[str, Any]:
         """The settings that determine the result."""
         each = {name: {"placeholder": one.placeholder, **one.public()} for name, one in self.modalities.items()}
-        return {"items": each, "alone": self.alone, **({"folder": self.folder} if self.folder else {})}
+        chosen = {"folder": self.folder} if self.folder else {}
+        return {"items": each, "alone": self.alone, **chosen, **({"broken": "skip"} if self.skip else {})}
 
     def entries(self, record: Mapping[str, Any], where: str) -> dict[str, list[Any]]:
         """The items of a record as it has them, by modality.

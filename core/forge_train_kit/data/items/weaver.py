@@ -14,7 +14,7 @@ from forge_train import ConfigError
 from ...modalities import Grid
 from ..file import File
 from ..shard import Ids, Learned
-from .fields import ItemFields, called
+from .fields import BrokenItemError, ItemFields, called
 from .kept import Kept
 from .located import Located, located
 from .marks import MarkingTokenizer
@@ -73,7 +73,8 @@ class Weaver:
             where: the record, for messages.
 
         Raises:
-            ConfigError: naming the file and the place.
+            BrokenItemError: an item can't be read, naming the file and the place.
+            ConfigError: there are not as many items as placeholders.
         """
         tokenizer = self.tokenizer
         marks = [(at, tokenizer.marks[int(ids[at])]) for at in np.flatnonzero(ids >= tokenizer.vocabulary).tolist()]
@@ -87,8 +88,11 @@ class Weaver:
             pieces.append(ids[last:at])
             masks.append(learned[last:at])
             position += at - last
-            found = located(next(left[name]), self.file, self.fields.folder, where, self.kept)
-            one = self._noted(name, found, position, where)
+            try:
+                found = located(next(left[name]), self.file, self.fields.folder, where, self.kept)
+                one = self._noted(name, found, position, where)
+            except ConfigError as error:
+                raise BrokenItemError(str(error)) from error
             keys.append(one.path or found.digest)
             pieces.append(np.full(one.length, tokenizer.fill[name], np.uint32))
             masks.append(np.zeros(one.length, learned.dtype))

@@ -67,6 +67,7 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
         if left:
             pool.run(wanted, tokenizer, left, report)
         results = [_required(done(work, wanted.out, task), task) for task in tasks]
+        skipped = {place: reason for result in results for place, reason in result.skipped.items()}
         if all(result.used is not None for result in results):
             used = {name for result in results for name in result.used or ()}
             check_used(wanted.rename, wanted.roles, used, wanted.key(""))
@@ -79,9 +80,9 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
         if not manifest.total("tokens"):
             number = "1 file" if len(files) == 1 else f"{len(files):,} files"
             after = f" after --map {' '.join(wanted.maps)}" if wanted.maps else ""
-            raise ConfigError(f"{key}: there is no text in {number}{after}.")
+            reason = f"; all is left out, such as: {next(iter(skipped.values()))}" if skipped else "."
+            raise ConfigError(f"{key}: there is no text in {number}{after}{reason}")
         manifest.write(wanted.out)
-    skipped = {file: reason for result in results for file, reason in result.skipped.items()}
     report.end(unreadable | skipped, manifest.total("bytes"))
     return manifest
 

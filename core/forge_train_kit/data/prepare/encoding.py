@@ -34,6 +34,7 @@ from ..chats import (
 )
 from ..formats import lookup, text_of, utf8
 from ..items import Kept, MarkingTokenizer, Weaver
+from ..items.fields import BrokenItemError
 from ..items.speech import Speech, written_by
 from ..labels import labelled
 from ..maps import Maps
@@ -58,6 +59,7 @@ class Maker:
         special: tokens that stay text in messages and tools.
         split_key: the option that asks for this, for messages.
         used: keys of `rename` and `roles` that records needed.
+        left_out: records that were left out, by their place, and why.
     """
 
     tokenizer: Tokenizer
@@ -67,6 +69,7 @@ class Maker:
     special: tuple[str, ...] = ()
     split_key: str = "split_special_tokens"
     used: set[str] = field(default_factory=set)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, wanted: Preparation, tokenizer: str) -> Maker:
@@ -97,6 +100,16 @@ class Maker:
             return segments
         found = literal_spans(self.template, conversation, segments.text, self.special, key=self.split_key)
         return replace(segments, literal=tuple(found))
+
+    def leave_out(self, weaver: Weaver, where: str, error: BrokenItemError) -> None:
+        """Note a record that is left out, if that is asked for.
+
+        Raises:
+            BrokenItemError: it is not.
+        """
+        if not weaver.fields.skip:
+            raise error
+        self.left_out[where] = str(error)
 
 
 def _special(tokenizer: Tokenizer, key: str) -> tuple[str, ...]:
@@ -132,7 +145,7 @@ def encoded(
     if isinstance(maker.tokenizer, MarkingTokenizer) and wanted.items is not None:
         weaver = Weaver(wanted.items, maker.tokenizer, piece.file, kept)
     if weaver is not None and maker.template is None:
-        yield from with_items(piece, wanted, weaver)
+        yield from with_items(piece, wanted, weaver, maker)
     elif wanted.labels is not None:
         for text, (tokens, classes) in labelled(_placed(piece), wanted.labels, maker.tokenizer):
             yield text, [(tokens, None, len(text)), (classes, None, 0)]
@@ -148,14 +161,18 @@ def encoded(
 
 
 def with_items(
-    piece: Piece, wanted: Preparation, weaver: Weaver
+    piece: Piece, wanted: Preparation, weaver: Weaver, maker: Maker
 ) -> Iterator[tuple[bytes, list[tuple[Ids, Learned | None, int]]]]:
     """The text of each record of a piece, and its documents: tokens with room for its items, and a table of these."""
     for where, record in _placed(piece):
         name = wanted.field_of(piece.file)
         text = text_of(record, name, where, wanted.key("field"))
         content = utf8(text, f"{where}: {name!r}")
-        made = weaver.text(record, text, where)
+        try:
+            made = weaver.text(record, text, where)
+        except BrokenItemError as error:
+            maker.leave_out(weaver, where, error)
+            continue
         yield made.key, [(*made.tokens, len(content)), (*made.table, 0)]
 
 
@@ -180,7 +197,12 @@ def chats(
                 members.append(member)
                 continue
             ids, learned, size = member
-            made = weaver.woven(ids, learned, speech.of(one), text, one.where)
+            try:
+                made = weaver.woven(ids, learned, speech.of(one), text, one.where)
+            except BrokenItemError as error:
+                maker.leave_out(weaver, where, error)
+                members = []
+                break
             text = made.key
             members += [(*made.tokens, size), (*made.table, 0)]
         yield text, members

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,10 @@ from ...format import format_duration, format_unit
 from ..progress import Telling
 from .tasks import Task
 
+log = logging.getLogger("forge_train")
+
+NAMED = 20
+"""Records left out that are named; those after them are only counted."""
 SETTLED = 2.0
 """Seconds after which a rate says something."""
 
@@ -31,7 +36,7 @@ class Report:
         self.text = 0
         """Bytes of text in what it read."""
         self.skipped: dict[str, str] = {}
-        """Files that were left out, and why."""
+        """Files and records that were left out, and why."""
 
     def say(self, text: str) -> None:
         """Show what is being done before anything can be counted."""
@@ -75,7 +80,7 @@ class Told(Report):
     """
 
     def __init__(self, name: str) -> None:
-        self._telling = Telling(name)
+        self._name, self._telling = name, Telling(name)
         super().__init__(self._telling.passing)
 
     def end(self, skipped: dict[str, str], text: int = 0) -> None:
@@ -83,3 +88,7 @@ class Told(Report):
         if self.read:
             rate = format_unit(self.text / max(self.seconds, 1e-9), "B")
             self._telling.done(f"{format_unit(self.text, 'B')}, {rate}/s, in {format_duration(self.seconds)}")
+        for reason in list(skipped.values())[:NAMED]:
+            log.warning("%s The record is left out.", reason)
+        if len(skipped) > NAMED:
+            log.warning("%s: %s records are left out in all.", self._name, f"{len(skipped):,}")

@@ -35,7 +35,7 @@ class Done:
     Args:
         number: of the task.
         headers: of its shards, by side; a side without documents has none.
-        skipped: files that were left out, and why.
+        skipped: files and records that were left out, and why.
         used: keys of `rename` and `roles` that its records needed; None in a note that says nothing of them.
         kept: bytes of the items that are kept beside its shards.
     """
@@ -89,6 +89,7 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
     """
     skipped: dict[str, str] = {}
     maker.used.clear()
+    maker.left_out.clear()
     with ExitStack() as stack:
         sides: dict[Side, _Side] = {}
 
@@ -118,6 +119,7 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
                     raise
                 skipped.setdefault(piece.file.address, str(error))
             told(piece.part.bytes)
+        skipped |= maker.left_out
         size = kept.close()
         headers = {name: dataclasses.asdict(sides[name].close()) for name in SIDES if name in sides}
     note = wanted.out / WORK / f"{task_name(task)}.json"
