@@ -65,6 +65,12 @@ def test_captured_activations(script: Script, tmp_path: Path) -> None:
     assert experts[4].startswith("refused: parallel.ep = 2: the model has no experts to spread")
 
 
+def test_decoding_clips(script: Script) -> None:
+    memory, seconds = script("clips").decoded(20)
+    assert len(memory) == 10
+    assert min(*memory, seconds) > 0
+
+
 def test_linear_attention(script: Script) -> None:
     linear = script("linear_attention", DIM=64, HEADS=2, KV_HEADS=1, HEAD_DIM=32)
     for layer in linear.layers(64).values():
