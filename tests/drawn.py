@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from forge_train import MASKED, Axes, Batch, BatchPhase, Job, Plugin, PrepareBatch, hookimpl
-from forge_train_kit.modalities import extras_of
+from forge_train_kit.modalities import Grid, extras_of
 
 OPTIONS = {
     "image.size": 8,
@@ -20,6 +21,7 @@ OPTIONS = {
     "image.heads": 2,
     "image.std": 0.2,
 }
+SQUARE = {"image.fit": "square", "image.connector": "resampler", "image.queries": 2, "image.merge": 1}
 GRIDS = ((1, 4, 4), (1, 2, 4), (1, 2, 2))
 
 
@@ -34,27 +36,36 @@ class Drawn(Plugin):
         return PrepareBatch(BatchPhase.MAKE, with_pictures)
 
 
-def with_pictures(batch: Batch) -> Batch:
-    """The batch, with tokens replaced by pictures."""
+class Squares(Drawn):
+    """The same with `SQUARE`: all of one size, each at two places."""
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> PrepareBatch:
+        return PrepareBatch(BatchPhase.MAKE, partial(with_pictures, grids=GRIDS[:1] * 3, most=2))
+
+
+def with_pictures(batch: Batch, grids: tuple[Grid, ...] = GRIDS, most: int = 4) -> Batch:
+    """The batch, with tokens replaced by pictures, of at most so many vectors."""
     rows, length = batch.inputs.shape
     values = torch.zeros(rows, 32, 12, dtype=torch.uint8)
-    grids = torch.zeros(rows, 2, 3, dtype=torch.int64)
+    of_rows = torch.zeros(rows, 2, 3, dtype=torch.int64)
     places: Tensor = torch.full((rows, length), -1)
     for row, ids in enumerate(batch.inputs):
-        seen = 0
+        seen = stored = 0
         for item in range(int(ids[0]) % 3):
-            grid = GRIDS[int(ids[item + 1]) % 3]
+            grid = grids[int(ids[item + 1]) % 3]
             patches, at = grid[1] * grid[2], 2 + 5 * item
+            count = min(most, patches // 4)
             drawn = torch.Generator().manual_seed(int(ids[at]))
-            values[row, 4 * seen : 4 * seen + patches] = torch.randint(0, 256, (patches, 12), generator=drawn).byte()
-            grids[row, item] = torch.tensor(grid)
-            places[row, at : at + patches // 4] = torch.arange(seen, seen + patches // 4)
-            seen += patches // 4
+            values[row, stored : stored + patches] = torch.randint(0, 256, (patches, 12), generator=drawn).byte()
+            of_rows[row, item] = torch.tensor(grid)
+            places[row, at : at + count] = torch.arange(seen, seen + count)
+            seen, stored = seen + count, stored + patches
     names = extras_of("image")
     return replace(
         batch,
         inputs=batch.inputs.masked_fill(places >= 0, 0),
         labels=batch.labels.masked_fill(places >= 0, MASKED),
-        extras={**batch.extras, **dict(zip(names, (values, grids, places), strict=True))},
+        extras={**batch.extras, **dict(zip(names, (values, of_rows, places), strict=True))},
         axes={**batch.axes, names[2]: Axes(batch=0, sequence=1)},
     )

@@ -9,7 +9,7 @@ import pytest
 
 import compositions
 from crossed import marked
-from drawn import OPTIONS
+from drawn import OPTIONS, SQUARE
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -21,16 +21,21 @@ CELLS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "tp2": (("tp",), {"parallel.tp": 2}, {"image.connector": "pooling"}),
     "cp2": (("cp", "fsdp2"), {"parallel.cp": 2}, {}),
     "pp2": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, {"image.positions": "sines"}),
+    "fsdp2, one size": (("fsdp2",), {}, SQUARE),
     "pp2, frozen": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, FROZEN),
 }
-EXTENDED = ("cp2", "pp2", "pp2, frozen")
+EXTENDED = ("cp2", "fsdp2, one size", "pp2", "pp2, frozen")
 """tests/dist/test_modality_layouts.py has these axes."""
 
 
 @pytest.mark.parametrize("cell", marked(CELLS, EXTENDED))
 def test_agrees_with_one_process(cell: str, verify: Verifier, composition_file: Path) -> None:
     plugins, layout, options = CELLS[cell]
-    beside = ("image", "drawn:Drawn", *(["freeze"] if options is FROZEN else []))
+    beside = (
+        "image",
+        "drawn:Squares" if options is SQUARE else "drawn:Drawn",
+        *(["freeze"] if options is FROZEN else []),
+    )
     model = {"train.global_batch": 4, "train.micro_batch": 2, **OPTIONS, **options}
     request = compositions._request(composition_file, (*beside, *plugins), model | layout)
     alone = compositions._request(composition_file, beside, model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import drawn
+
 Case = dict[str, Any]
 BF16 = {"train.precision": "bf16"}
 TEXTS = [f"{what} number {count}" for what in ("a cat", "the sun", "some rain", "one bird") for count in range(12)]
@@ -68,6 +70,8 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
         case("deterministic flash", "flash", run__deterministic=True, train__precision="bf16"),
         case("states in 8 bits", adamw__state__first="8bit", adamw__state__second="8bit"),
         case("items", "prefix", "scans:Scans"),
+        case("images", "image", "drawn:Drawn", **{**drawn.OPTIONS, "train.precision": "bf16"}),
+        case("images of one size", "image", "drawn:Squares", **{**drawn.OPTIONS, **drawn.SQUARE}),
         case("items beside tokens", "cross_attention", "scans:Scans", cross_attention__every=1),
         case("saved", checkpoint__every=2),
         case("saved twice", checkpoint__every=2, checkpoint__format="both"),
