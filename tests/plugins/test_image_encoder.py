@@ -46,12 +46,15 @@ MODES: dict[str, dict[str, Any]] = {
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
+def modality(mode: str) -> Clips | Pictures:
+    options = {**SMALL, **MODES[mode]}
+    return Clips(Video.Config(**options)) if "temporal" in options else Pictures(Image.Config(**options))
+
+
 def encoder(mode: str) -> VisionEncoder:
     """An encoder in fp64, of width 8, built without memory as models are."""
     with torch.device("meta"):
-        options = {**SMALL, **MODES[mode]}
-        clips = "temporal" in options
-        built: Any = (Clips(Video.Config(**options)) if clips else Pictures(Image.Config(**options))).encoder(8)
+        built: Any = modality(mode).encoder(8)
     for module in built.to_empty(device="cpu").modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()
@@ -80,15 +83,6 @@ def batch(rows: list[list[tuple[tuple[int, int, int], Tensor]]], room: int = 0) 
     return values, grids
 
 
-def vectors(built: VisionEncoder, *given: tuple[tuple[int, int, int], Tensor]) -> int:
-    """Feature vectors of items."""
-    queries = getattr(built.connector, "queries", None)
-    return sum(
-        len(values) // (built.merge**2 * built.temporal) if queries is None else len(queries.weight)
-        for _, values in given
-    )
-
-
 def gradients(built: VisionEncoder, given: tuple[Tensor, Tensor], counts: list[int]) -> dict[str, Tensor]:
     """Of a sum over the first features of each row, each with a weight of its own."""
     built.zero_grad()
@@ -105,17 +99,30 @@ def gradients(built: VisionEncoder, given: tuple[Tensor, Tensor], counts: list[i
 def test_an_item_has_the_same_features_wherever_it_is(mode: str) -> None:
     built, (one, two, three) = encoder(mode), items(mode)
     alone = [built(*batch([[item]]))[0] for item in (one, two, three)]
-    counts = [vectors(built, item) for item in (one, two, three)]
+    counts = [modality(mode).positions(grid) for grid, _ in (one, two, three)]
     assert [len(features) for features in alone] == counts
     packed = built(*batch([[two, one], [three]], room=120))
     torch.testing.assert_close(packed[0, : counts[1] + counts[0]], torch.cat((alone[1], alone[0])))
     torch.testing.assert_close(packed[1, : counts[2]], alone[2])
 
 
+@pytest.mark.parametrize("options", [{}, {"temporal": 2}, {"positions": "rotary"}], ids=str)
+def test_squares_side_by_side_are_as_in_rows_of_their_own(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODES, "rows", options)
+    monkeypatch.setitem(MODES, "masked", {**options, "fit": "keep"})
+    (built, masked), frames = (encoder(mode) for mode in ("rows", "masked")), 2 * options.get("temporal", 1)
+    torch.manual_seed(4)
+    values = torch.randint(0, 256, (2, 2 * frames * 16, 48), dtype=torch.uint8)
+    grids = torch.tensor([[[frames, 4, 4], [frames, 4, 4]]] * 2)
+    torch.testing.assert_close(masked(values, grids), built(values, grids))
+
+
 @each_mode
 def test_padding_changes_no_feature_and_no_gradient(mode: str) -> None:
     built, (one, two, three) = encoder(mode), items(mode)
-    counts = [vectors(built, one, two), vectors(built, three)]
+    counts = [sum(modality(mode).positions(grid) for grid, _ in row) for row in ((one, two), (three,))]
     values, grids = batch([[one, two], [three]], room=110)
     clean = gradients(built, (values, grids), counts)
     dirty = torch.randint(0, 256, values.shape, dtype=torch.uint8)
@@ -269,3 +276,12 @@ def test_frozen_blocks_keep_nothing_for_a_backward_pass(mode: str) -> None:
     out.sum().backward()
     assert all(p.grad is None for p in built.vision.parameters())
     assert all(p.grad is not None for p in built.connector.parameters())
+
+
+@each_mode
+def test_says_how_many_vectors_items_have(mode: str) -> None:
+    of_items = items(mode)
+    _, grids = batch([of_items, of_items[:1]])
+    counted = encoder(mode).vectors(grids).tolist()
+    assert counted[0] == [modality(mode).positions(grid) for grid, _ in of_items]
+    assert counted[1] == [counted[0][0], 0, 0]

@@ -34,6 +34,7 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.merge, self.temporal = config.merge, temporal
         self.side = config.size // config.patch if config.fit == "square" else 0
+        self.queries = config.queries
         self.vision = VisionTransformer(config)
         self.connector = connector(config, dim)
 
@@ -45,6 +46,12 @@ class VisionEncoder(nn.Module):
         means = torch.cat((grids[..., :1] // self.temporal, grids[..., 1:]), -1)
         vectors: Tensor = self.connector(features, partial(places, means, features.shape[1], self.merge))
         return vectors
+
+    def vectors(self, grids: Tensor) -> Tensor:
+        """Number of feature vectors of each item."""
+        patches = grids.prod(-1)
+        count: Tensor = self.queries * (patches > 0) if self.queries else patches // (self.temporal * self.merge**2)
+        return count
 
     def _of_squares(self, values: Tensor) -> Tensor:
         """Encode frames of side × side patches, each as a row of its own: `[batch, patches / temporal, width]`."""
