@@ -202,12 +202,16 @@ class TestContinued:
             patch.setattr(OutputFile, "finish", lambda self: None)
             forge("generate", "runs/first", "--from-file", "prompts.jsonl", "--out", out)
         for more, what in (
-            (("--seed", 1), "choice of options"),
-            (("--samples", 2), "choice of options"),
-            (("--logprobs",), "choice of options"),
-            (("-s", "decoder.rope.theta=50"), "configuration of the model"),
+            (("--seed", 1), "with --seed 0, and this command is with --seed 1"),
+            (
+                ("--samples", 2, "--top-k", 5),
+                "with --top-k 0, with --samples 1, and this command is with --top-k 5, with",
+            ),
+            (("--logprobs",), "without --logprobs, and this command is with --logprobs. Repeat"),
+            (("--stop", "a b"), 'without --stop, and this command is with --stop ["a b"]'),
+            (("-s", "decoder.rope.theta=50"), "with another configuration of the model"),
         ):
-            assert f"was begun with another {what}" in refusal(out, *more)
+            assert f"was begun {what}" in refusal(out, *more)
         other = heads_data.write(tmp_path / "other.jsonl", [{"prompt": "abc"}])
         assert "was begun with another content of --from-file" in refusal(out, data=other)
 

@@ -297,12 +297,12 @@ class TestContinued:
         out = tmp_path / "out.jsonl"
         self.begin(out)
         for more, what in (
-            (("--batch", "4"), "--batch"),
-            (("--outputs", "hidden"), "--outputs"),
-            (("-s", "decoder.rope.theta=50"), "configuration of the model"),
-            (("-p", "precision", "-s", "train.precision=bf16"), "train.precision"),
+            (("--batch", "4"), "with --batch 8, and this command is with --batch 4"),
+            (("--outputs", "hidden"), "with --outputs log_likelihood, and this command is with --outputs hidden"),
+            (("-s", "decoder.rope.theta=50"), "with another configuration of the model"),
+            (("-p", "precision", "-s", "train.precision=bf16"), "with train.precision fp32, and this command is with"),
         ):
-            assert f"was begun with another {what}" in refusal(out, *more)
+            assert f"was begun {what}" in refusal(out, *more)
         other = heads_data.write(tmp_path / "other.jsonl", [{"text": "abc"}])
         assert "was begun with another content of --data" in refusal(out, data=other)
         assert infer(out)[-1]["record"] == 39

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.base.errors import ConfigError
+from forge_train.base.strict_json import dumps
 from forge_train.compose.compose import compose
 from forge_train.plugin.job import Job
 from forge_train.store.manifest import hash_of
@@ -20,6 +21,7 @@ from forge_train_kit.data.items import prompts_of
 from ..configuration.request import Request
 from ..inference.identity import values_of, weights_of
 from ..inference.infer import Inference
+from ..inference.output_file import FLAG
 from ..launching.once import launch_once
 from ..launching.world import here
 from ..offline.adapted import add_adapters
@@ -239,22 +241,19 @@ def _requests(asked: Generation, opened: Opened) -> tuple[Requests, Callable[[],
 
 def _made_of(asked: Generation, source: Source, job: Job, requests: Requests, template: str) -> dict[str, str]:
     """All that decides the content of the file, by name."""
-    options = (
-        dataclasses.replace(asked.sampling, drafts=0),
-        asked.samples,
-        asked.chat,
-        asked.field,
-        asked.long,
-        asked.logprobs,
-    )
+    sampling = {name: value for name, value in vars(asked.sampling).items() if name not in ("drafts", "stop")}
+    flags = {name: FLAG * getattr(asked, name) for name in ("chat", "logprobs")}
+    own = {name: getattr(asked, name) for name in ("samples", "field", "long")}
+    stop = dumps(asked.sampling.stop) if asked.sampling.stop else ""
+    options = {**sampling, "stop": stop, **own, **flags}
     return {
         "model": weights_of(source, job.dist),
         "configuration of the model": values_of(job),
-        "--adapter": repr([(_weights(Path(one)), factor) for one, factor in asked.adapters.items()]),
+        "choice of --adapter": repr([(_weights(Path(one)), factor) for one, factor in asked.adapters.items()]),
         "tokenizer": hookspecs.tokenizer(job).digest,
         "chat template": template,
         f"content of {KEY}": job.dist.on_main(lambda: requests.digest),
-        "choice of options": repr(options),
+        **{f"--{name.replace('_', '-')}": str(value) for name, value in options.items()},
         "train.precision": job.config.train.precision,
     }
 

@@ -17,6 +17,10 @@ from .forms import Form, JSONLines, Line
 
 _STATE, _CHECKED = "job.json", "checked.json"
 _MOST = 1 << 20
+OPTIONS = ("--", "train.")
+"""Beginnings of names of what a user chooses, and whose values are shown; others are digests."""
+FLAG = "yes"
+"""The value of an option that takes none; an empty one means that an option was not given."""
 _CHECKED_SHAPE = {"made_of": {"*": str}, "records": COUNT}
 _SHAPE = {"made_of": {"*": str}, "records": COUNT, "bytes": COUNT}
 
@@ -76,12 +80,10 @@ class OutputFile:
             state, problem = {}, str(error)
         if problem or (part / form.file).stat().st_size < state["bytes"]:
             raise ConfigError(f"--out: {part} is damaged{f': {problem}' if problem else ''}; remove it to begin anew.")
-        for name, value in made_of.items() if state["records"] else ():
-            if state["made_of"].get(name) != value:
-                raise ConfigError(
-                    f"--out: {part} was begun with another {name}. Repeat that command, or remove the folder to begin "
-                    "anew."
-                )
+        if state["records"] and (apart := _apart(state["made_of"], made_of)):
+            raise ConfigError(
+                f"--out: {part} was begun {apart}. Repeat that command, or remove the folder to begin anew."
+            )
         os.truncate(part / form.file, state["bytes"])
         if state["records"]:
             told(f"Continuing {path} after {state['records']:,} records.")
@@ -113,6 +115,21 @@ class OutputFile:
     def _note(self) -> None:
         with disk_errors(self._part):
             write_json(self._part / _STATE, {"made_of": self._made_of, "records": self.done, "bytes": self._size})
+
+
+def _apart(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """A clause about what decides the content of a file and differs; empty if nothing does."""
+    names = [name for name, value in now.items() if then.get(name) != value]
+    if not (options := [name for name in names if name.startswith(OPTIONS) and name in then]):
+        return f"with another {names[0]}" if names else ""
+    each = [", ".join(_with(name, made_of[name]) for name in options) for made_of in (then, now)]
+    return f"{each[0]}, and this command is {each[1]}"
+
+
+def _with(name: str, value: str) -> str:
+    if value == FLAG:
+        return f"with {name}"
+    return f"with {name} {value}" if value else f"without {name}"
 
 
 def partial_folder(path: Path) -> Path:
