@@ -24,7 +24,7 @@ class Dies(Plugin):
     api = (1, 0)
 
     @hookimpl
-    def on_start(self, job: Any) -> None: ...
+    def intervene(self, job: Any) -> None: ...
 
 
 def _add_and_die(self: OutputFile, lines: Any) -> None:

@@ -311,6 +311,7 @@ class TestBadInput:
             (("--prompt", "-", "--prompt", "-"), "--prompt -: stdin can be read once."),
             (("--prompt", "a", "--template", "plain"), "--template: no prompt is a chat"),
             (("--prompt", "a", "-p", "tp", "-s", "parallel.tp=2"), "= 2, but there is 1 process"),
+            (("--prompt", "a", "-p", "ema"), "--plugins: ema takes part in training alone, and has no effect here"),
             (("--prompt", "a", "--prompt", "b" * 64), "Prompt 2: has 64 tokens, and the model reads 64 at once"),
             (("--prompt", "b" * 70, "--samples", "2"), "The prompt: has 70 tokens"),
         ],

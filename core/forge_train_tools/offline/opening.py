@@ -100,6 +100,12 @@ class Wanted:
 
 
 _NOTHING = Wanted(environment="")
+_TRAINING = {
+    *("on_start", "on_gradients", "on_step", "on_log", "on_checkpoint", "on_end", "around", "metrics", "evaluators"),
+    *("optimizer", "lr_schedule", "loss_scale", "check_config", "build_data", "data_stages", "initial_weights"),
+    "checkpoint_copies",
+}
+"""Hooks that matter to a run, and not to a model that is only asked."""
 
 
 @dataclass(frozen=True)
@@ -138,15 +144,20 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None) -> Source:
     Raises:
         ConfigError: for a path that is none of these, and as in `setup_of`.
     """
+    more = wanted or _NOTHING
     if is_hugging_face(path):
-        more = wanted or _NOTHING
         opened = wanted is None or not wanted.data
         asked = Request(model_from=str(path), plugins=more.plugins, set=more.set, environment=more.environment)
         request = starting_from(asked)
-        return Source(path, resolve(request, world=world, data=not opened, opened=opened, measured=False), None)
-    path = foreign.resolve(path)
-    saved = checkpoint.read_state(path)
-    return Source(path, setup_of(path, saved, world=world, wanted=wanted, measured=False), saved)
+        source = Source(path, resolve(request, world=world, data=not opened, opened=opened, measured=False), None)
+    else:
+        path = foreign.resolve(path)
+        saved = checkpoint.read_state(path)
+        source = Source(path, setup_of(path, saved, world=world, wanted=wanted, measured=False), saved)
+    for name in () if more.data else map(plugin_name, more.plugins):
+        if (one := source.setup.hooks.enabled.get(name)) is not None and implemented(one.cls) <= _TRAINING:
+            raise ConfigError(f"--plugins: {name} takes part in training alone, and has no effect here; leave it out.")
+    return source
 
 
 def setup_of(
