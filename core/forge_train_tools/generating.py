@@ -12,8 +12,7 @@ from .run_folder import RunFolder
 from .sources import as_assignments
 
 if TYPE_CHECKING:
-    from .generation.generate import Generated
-    from .generation.sampling import SamplingOptions
+    from .generation.generate import Generated, GenerationOptions
 
 
 def generate(
@@ -28,7 +27,7 @@ def generate(
     plugins: Iterable[str] = (),
     set: Mapping[str, Any] | None = None,
     nproc: int = 1,
-    **options: Unpack[SamplingOptions],
+    **options: Unpack[GenerationOptions],
 ) -> Generated:
     """Continue texts with a trained model; `open_model` streams a single one.
 
@@ -44,7 +43,8 @@ def generate(
         set: values to override, as in `train`.
         nproc: local processes to use, including this one.
         options: as in `forge generate`: `tokens` (200), `temperature` (0.8), `top_k`, `top_p`, `min_p`,
-            `repetition_penalty`, `seed`, `stop` and `drafts`.
+            `repetition_penalty`, `seed`, `stop` and `drafts`; and `adapters`, folder of PEFT → factor: what each adds
+            to the weights, times the factor, is added.
 
     Returns:
         The answers, in the order of the prompts: `found.answers[0].text`.
@@ -57,6 +57,7 @@ def generate(
         from .generation.generate import generate as run
         from .generation.sampling import sampling_of
 
+        adapters = options.pop("adapters", {})
         asked = Generation(
             path=path.path if isinstance(path, RunFolder) else Path(path),
             prompts=tuple([prompts] if isinstance(prompts, str) else prompts),
@@ -66,6 +67,7 @@ def generate(
             template=template,
             logprobs=logprobs,
             long=long,
+            adapters=adapters,
             plugins=tuple(plugins),
             set=tuple(as_assignments(set or {})),
         )

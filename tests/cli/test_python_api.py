@@ -383,6 +383,10 @@ class TestRuns:
         assert (model.step, model.path) == (2, Path("runs/first/checkpoints/step-00000002"))
         with pytest.raises(ConfigError, match="temperature: expected"):
             model.generate(temperature=-1)
+        with pytest.raises(
+            ConfigError, match=r"^token: there is no such option of generation\. Did you mean 'tokens'\?"
+        ):
+            model.generate("a", token=1)
         with pytest.raises(ConfigError, match="chat: this model came without a tokenizer's folder"):
             model.generate("a", chat=True)
 

@@ -14,7 +14,7 @@ import chat_model
 from forge_train import ConfigError
 from forge_train.engine import train
 from forge_train_cli.app import run
-from forge_train_tools import open_model
+from forge_train_tools import generate, open_model
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.hf_import import import_checkpoint
@@ -140,6 +140,8 @@ def test_the_command(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert text("--adapter", "a", "--adapter", "b=0.5") != plain
     told = json.loads(text("--adapter", "a", "--adapter", "b=0.5", "--json"))
     assert told["adapters"] == {"a": 1.0, "b": 0.5}
+    found = generate("base", "a", tokens=12, temperature=0, adapters={"a": 1.0, "b": 0.5})
+    assert found.answers[0].text == told["text"]
     Path("a").rename("a=1x")  # the folder's own name has the sign
     try:
         assert text("--adapter", "a=1x") != plain

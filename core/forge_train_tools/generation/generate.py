@@ -35,8 +35,14 @@ from .chats import ChatPrompts
 from .defaults import tell_unused
 from .requests import KEY, Long, Requests
 from .rows import check, longest
-from .sampling import Sampling
+from .sampling import Sampling, SamplingOptions
 from .writing import Answers, opened
+
+
+class GenerationOptions(SamplingOptions, total=False):
+    """Some fields of `Generation` and its rule, as keywords."""
+
+    adapters: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from forge_train.base.errors import ConfigError
+from forge_train.base.errors import ConfigError, nearest
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -83,7 +83,14 @@ class Sampling:
 
 
 def sampling_of(options: SamplingOptions) -> Sampling:
-    """The rule of some keywords; `stop` may be a single text."""
+    """The rule of some keywords; `stop` may be a single text.
+
+    Raises:
+        ConfigError: for a keyword that there is not, and as `Sampling`.
+    """
+    known = SamplingOptions.__annotations__
+    if unknown := next((name for name in options if name not in known), ""):
+        raise ConfigError(f"{unknown}: there is no such option of generation.{nearest(unknown, known)}")
     stop = options.get("stop", ())
     values: dict[str, Any] = {**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
     return Sampling(**values)
