@@ -137,6 +137,9 @@ def test_tied_parameters_count_once(forge: Forge) -> None:
     loose, tied = planned(forge)["parameters"], planned(forge, "-s", "decoder.tied=true")["parameters"]
     assert tied["tied"] == [["embedding.weight", "head.weight"]]
     assert loose["total"] - tied["total"] == loose["by_module"]["head"]
+    cut = ("-s", "decoder.tied=true", "--world", "2", "-p", "pp", "-s", "parallel.pp=2", "-s", "train.micro_batch=1")
+    apart = planned(forge, *cut)["parameters"]
+    assert apart["trainable"] == apart["total"] == tied["total"]
 
 
 @pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw", 8), ("lion", 4)])

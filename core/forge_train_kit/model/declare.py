@@ -72,12 +72,13 @@ def elements_trained(model: Model, *, later: bool = False) -> int:
         model: composed.
         later: whether to count those of the latter too.
     """
-    count, seen = 0, set[int]()
+    left = {id(parameter) for _, parameter in model.named_parameters()}  # without what another part has
+    count = 0
     for _, module in model.named_modules():
         declared = getattr(module, "trained_at_first", {})
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
+            if parameter.requires_grad and id(parameter) in left:
+                left.remove(id(parameter))
                 own = declared.get(name, parameter.numel())
                 count += parameter.numel() if later and own == 0 else own
     return count
