@@ -48,6 +48,9 @@ class Hooks:
     def call(self, spec: HookSpec[..., Any], arguments: Mapping[str, Any]) -> Any:
         return getattr(self, spec.name)(*(value for name, value in arguments.items() if name != "job"))
 
+    def modalities(self) -> list[Any]:
+        return []
+
     def head(self, spec: HeadSpec) -> Head:
         return self.lm_head.head(spec, self._job)  # type: ignore[no-any-return]
 
