@@ -137,8 +137,8 @@ class Fusion(Protocol):
     * `features(**extras)`, called once on each part that has some of `layers`, before the first of them: by name, what
       they are called with beside the extras;
     * `beside`, layer number → names of more of its modules, which a pipeline keeps with that layer;
-    * `new_cache()`, what `features` gets as `cache`, with the number of tokens as `tokens`, while text is generated:
-      the first tokens come with extras, later ones alone.
+    * `new_cache()` and, for rows side by side, `new_slots(slots)`: what `features` gets as `cache`, with the number of
+      tokens as `tokens`, while text is generated. The first tokens come with extras, later ones alone.
     """
 
     enter: nn.Module | None

@@ -55,14 +55,25 @@ ITEMS: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+FUSIONS: Mapping[str, tuple[str, ...]] = {
+    "prefix": (),
+    "cross_attention": ("cross_attention.every=1", "cross_attention.gate=1.0"),
+}
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize("name", ITEMS)
-def test_prompts_with_items_are_continued_as_on_one_process(ranks: Pool, name: str, tmp_path: Path) -> None:
+def test_prompts_with_items_are_continued_as_on_one_process(
+    ranks: Pool, name: str, fusion: str, tmp_path: Path
+) -> None:
     """Some ranks have rows without items, or no row, when another encodes some."""
     items_data.write_scans(tmp_path, (2, 5, 3))
     world, plugins, layout = ITEMS[name]
-    asked = {"folder": str(tmp_path), "slots": 1}
-    (wanted,) = ranks.run("rows_cases:with_items", 1, plugins=(), values=(), **asked)
-    for found in ranks.run("rows_cases:with_items", world, plugins=plugins, values=layout, **asked):
+    asked = {"folder": str(tmp_path), "slots": 1 if fusion == "prefix" else 2}
+    (wanted,) = ranks.run("rows_cases:with_items", 1, plugins=(fusion,), values=FUSIONS[fusion], **asked)
+    for found in ranks.run(
+        "rows_cases:with_items", world, plugins=(fusion, *plugins), values=(*FUSIONS[fusion], *layout), **asked
+    ):
         for (number, ids, logs), (_, others, other) in zip(sorted(found), sorted(wanted), strict=True):
             assert ids == others, number
             assert (torch.tensor(logs) - torch.tensor(other)).abs().max() <= 1e-6

@@ -49,15 +49,16 @@ def rows(job: Any, folder: Path) -> list[TextRow]:
     made = []
     for number, (text, files) in enumerate(PROMPTS):
         ids, items = prompts.place(prompts.tokenizer.encode(text), {"scan": list(files)}, "a prompt", str(folder))
-        rule = Sampling(tokens=9, temperature=0)
+        rule = Sampling(tokens=5 + 2 * number, temperature=0)
         made.append(TextRow(number, ids, rule, prompts.tokenizer, scored=True, items=items))
     return made
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("plugins", [(), ("moe",)])
+@pytest.mark.parametrize("plugins", [(), ("moe",), ("cross_attention",)])
 def test_tokens_are_those_of_a_whole_forward(scans: Path, slots: int, plugins: tuple[str, ...]) -> None:
-    job, model = tiny_models.composed("tokenizer.path=bytes", plugins=("items_data:Scans", *plugins))
+    values = ("cross_attention.every=1", "cross_attention.gate=1.0") if "cross_attention" in plugins else ()
+    job, model = tiny_models.composed("tokenizer.path=bytes", *values, plugins=("items_data:Scans", *plugins))
     for row in run(job, model, iter(rows(job, scans)), slots=slots):
         assert row.items is not None
         ids = torch.tensor([row.ids])

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_train_kit.modalities import FusionSpec
-from forge_train_kit.model import TensorStyle, flops_per_token
+from forge_train_kit.model import Slots, TensorStyle, flops_per_token
 
-from .items import Items, Kept
+from .items import Items
+from .kept import Kept, KeptRows
 from .layers import CrossLayer
 
 
@@ -39,18 +40,23 @@ class Between(nn.Module):
         self.layers = nn.ModuleDict({str(index): CrossLayer(spec.layer, index, gate) for index in at})
         self.copies = nn.ModuleDict({str(index): _tied(self.items) for index in others} if parts else {})
 
-    def features(self, *, cache: Kept | None = None, tokens: int = 0, **extras: Tensor) -> dict[str, Any]:
+    def features(self, *, cache: Kept | KeptRows | None = None, tokens: int = 0, **extras: Tensor) -> dict[str, Any]:
         """Arguments of `layers`: see `Items`."""
         reader = self.items if self.items is not None else next(iter(self.copies.values()))
         read: dict[str, Tensor] = reader(**extras)
-        if cache is None:
-            return read
-        cache.take(read)
-        return cache.next(tokens)
+        return read if cache is None else cache.next(read, tokens)
 
     def new_cache(self) -> Kept:
         """Room for keys and values of a text's items."""
         return Kept()
+
+    def new_slots(self, slots: Slots) -> KeptRows:
+        """The same for rows side by side.
+
+        Raises:
+            TypeError: if tokens may have to be forgotten.
+        """
+        return KeptRows(slots)
 
     @property
     def beside(self) -> Mapping[str, Sequence[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,36 +58,3 @@ class Items(nn.Module):
         """The item of each vector, `[batch, vectors]`; the number of items where there is none."""
         at = torch.arange(vectors, device=counts.device)
         return (at[None, :, None] >= counts.cumsum(-1)[:, None]).sum(-1)
-
-
-@dataclass
-class Kept:
-    """The items of a text that is generated."""
-
-    length: int = 0
-    """Tokens so far; a sequence that begins again sets it to 0."""
-    read: dict[str, Tensor] = field(default_factory=dict)
-    """Output of `Items` for the first tokens."""
-    pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Layer → keys and values of `features`."""
-
-    def take(self, read: dict[str, Tensor]) -> None:
-        """The first tokens come with items.
-
-        Raises:
-            TypeError: if tokens came before.
-        """
-        if not read:
-            return
-        if self.length:
-            raise TypeError("items come with the first tokens of a text, not after them; begin with a new cache")
-        self.read = read
-
-    def next(self, tokens: int) -> dict[str, Any]:
-        """The same for the next tokens; those after the first ones attend to what the last of these did."""
-        start, self.length = self.length, self.length + tokens
-        if not self.read:
-            return {}
-        sees = self.read["sees"]
-        at = torch.arange(start, self.length, device=sees.device).clamp(max=sees.shape[1] - 1)
-        return {**self.read, "mask": self.read["mask"][:, :, at], "sees": sees[:, at], "kept": self}

@@ -14,7 +14,7 @@ from forge_train_kit.layers import Layer
 from forge_train_kit.model import Linear, RMSNorm, TensorStyle
 
 if TYPE_CHECKING:
-    from .items import Kept
+    from .kept import Kept, KeptRows, Pair
 
 
 class Attention(nn.Module):
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.o = Linear(width, layer.dim, std=layer.output_std)
         self.q_norm, self.k_norm = (RMSNorm(layer.head_dim, layer.norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, features: Tensor, mask: Tensor, kept: Kept | None = None) -> Tensor:
+    def forward(self, x: Tensor, features: Tensor, mask: Tensor, kept: Kept | KeptRows | None = None) -> Tensor:
         """`[batch, sequence, dim]` → the same; `features`, `mask`: see `Items`."""
         query = self.q_norm(self._heads(self.q(x)))
         key, value = self._pair(features.to(x.dtype), kept)
@@ -44,13 +44,11 @@ class Attention(nn.Module):
         mixed: Tensor = self.o(found.transpose(1, 2).flatten(2))
         return mixed
 
-    def _pair(self, features: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
-        if kept is not None and self.index in kept.pairs:
-            return kept.pairs[self.index]
-        pair = self.k_norm(self._heads(self.k(features))), self._heads(self.v(features))
-        if kept is not None:
-            kept.pairs[self.index] = pair
-        return pair
+    def _pair(self, features: Tensor, kept: Kept | KeptRows | None) -> Pair:
+        def made() -> Pair:
+            return self.k_norm(self._heads(self.k(features))), self._heads(self.v(features))
+
+        return made() if kept is None else kept.pair(self.index, made)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
@@ -120,7 +118,7 @@ class CrossLayer(nn.Module):
         features: Tensor | None = None,
         mask: Tensor | None = None,
         sees: Tensor | None = None,
-        kept: Kept | None = None,
+        kept: Kept | KeptRows | None = None,
         **_: Any,
     ) -> Tensor:
         """`[batch, sequence, dim]` → the same; see `Items` for the others. A batch without items passes unchanged."""

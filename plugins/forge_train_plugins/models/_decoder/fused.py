@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from forge_train_kit.model import Slots
+
 
 def features(fusion: Any, items: Mapping[str, Tensor], cache: Mapping[str, Any] | None, tokens: int) -> dict[str, Any]:
     """Arguments of the modules before layers: the extras, and what it makes of them.
@@ -16,25 +18,26 @@ def features(fusion: Any, items: Mapping[str, Tensor], cache: Mapping[str, Any] 
         items: extras of the batch.
         cache: of the model's part, while text is generated.
         tokens: of this forward.
-
-    Raises:
-        TypeError: if there are items, and the cache has no place for them.
     """
     if not hasattr(fusion, "features") or not fusion.layers:
         return dict(items)
     if not cache:
         return {**items, **fusion.features(**items)}
-    if "fusion" in cache:
-        return {**items, **fusion.features(cache=cache["fusion"], tokens=tokens, **items)}
-    if items:
-        raise TypeError(f"{type(fusion).__name__} has no cache for the items of rows side by side")
-    return {}
+    return {**items, **fusion.features(cache=cache["fusion"], tokens=tokens, **items)}
 
 
-def with_cache(caches: dict[str, Any], fusion: Any) -> dict[str, Any]:
-    """The layers' caches, and the fusion's."""
-    if hasattr(fusion, "new_cache") and fusion.layers:
-        caches["fusion"] = fusion.new_cache()
+def with_cache(caches: dict[str, Any], fusion: Any, slots: Slots | None = None) -> dict[str, Any]:
+    """The layers' caches, and the fusion's.
+
+    Raises:
+        TypeError: if it has none.
+    """
+    if not hasattr(fusion, "features") or not fusion.layers:
+        return caches
+    make = "new_cache" if slots is None else "new_slots"
+    if not hasattr(fusion, make):
+        raise TypeError(f"{type(fusion).__name__} can't generate like that: it has no cache for items ({make})")
+    caches["fusion"] = fusion.new_cache() if slots is None else fusion.new_slots(slots)
     return caches
 
 

@@ -188,7 +188,7 @@ class Transformer(nn.Module):
             ValueError: if rows may be longer than `max_sequence`.
         """
         attention = {index: layer.attention for index, layer in self.layers.items()}
-        return slots_of(attention, slots, self.max_sequence)
+        return with_cache(slots_of(attention, slots, self.max_sequence), self.fusion, slots)
 
     def _next_positions(self, x: Tensor, cache: Mapping[str, Any]) -> Tensor:
         start = next(iter(cache.values())).length
