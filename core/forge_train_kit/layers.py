@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from forge_train.base.errors import ConfigError
 from forge_train.base.format import format_list
 
-__all__ = ["Attention", "AttentionKernel", "AttentionOptions", "FeedForward", "Layer", "Recurrence"]
+__all__ = ["Attention", "AttentionKernel", "AttentionOptions", "FeedForward", "Layer", "Projected", "Recurrence"]
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,6 +86,23 @@ class Attention(Protocol):
 
         `cache` is what the model's `new_cache` made for this layer, or None.
         """
+        ...
+
+
+class Projected(Protocol):
+    """Attention that keeps what it computes of each token alone apart from what mixes tokens, so that it can have
+    several sets of these weights. Its forward calls both methods."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`[batch, sequence, dim]` → what is mixed, such as queries, keys and values, `[batch, sequence, …]` each."""
+        ...
+
+    def output(self, mixed: Tensor, /) -> Tensor:
+        """Outputs from what they were mixed into, `[batch, sequence, …]` → `[batch, sequence, dim]`."""
+        ...
+
+    def another(self) -> nn.Module:
+        """A module with these two methods and weights of its own, under the same names; called on the meta device."""
         ...
 
 

@@ -6,7 +6,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 __all__ = ["Encoder", "Fusion", "FusionSpec", "Grid", "Item", "ItemSource", "Modality", "extras_of", "vectors_of"]
@@ -126,6 +126,9 @@ class FusionSpec:
     """Sizes of the model's first layer, for modules like those of layers."""
     std: float = 0.02
     """Standard deviation of initial weights."""
+    blocks: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Layer number → the model's layer, on the meta device. A fusion may add weights to its modules, and change how
+    they compute (`forge_train_kit.specialisation`)."""
 
 
 class Fusion(Protocol):

@@ -30,16 +30,20 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 FUSIONS: dict[str, dict[str, Any]] = {
     "prefix": {},
     "cross_attention": {"cross_attention.every": 2, "cross_attention.gate": 0.5},
+    "mot": {"decoder.qk_norm": True, "decoder.bias": True, "decoder.o_bias": True, "decoder.norm": "layer"},
 }
-EXTENDED = (
-    *(("prefix", layout) for layout in ("fsdp2", "ddp", "pp2, input and weight gradients apart")),
-    *(("cross_attention", layout) for layout in ("fsdp2", "ddp", "tp2", "pp2, input and weight gradients apart")),
+"""Fusion → settings with which it has weights of every kind."""
+IN_CI = {
+    "prefix": ["fsdp2, two micro-batches, ac", "tp2", "tp2, a sequence that does not divide", "pp2, ac", "cp2", "ep2"],
+    "cross_attention": ["fsdp2, two micro-batches, ac", "tp2, a sequence that does not divide", "pp2, ac", "cp2"],
+    "mot": ["fsdp2", "tp2, a sequence that does not divide", "tp2, not along the sequence, ac", "pp2, ac", "cp2"],
+}
+CASES = [(fusion, layout) for fusion in FUSIONS for layout in LAYOUTS if (fusion, layout) != ("mot", "ep2")]
+
+
+@pytest.mark.parametrize(
+    ("fusion", "layout"), few(CASES, [(fusion, layout) for fusion, layouts in IN_CI.items() for layout in layouts])
 )
-"""CI has these axes with more options."""
-CASES = [(fusion, layout) for fusion in FUSIONS for layout in LAYOUTS]
-
-
-@pytest.mark.parametrize(("fusion", "layout"), few(CASES, [case for case in CASES if case not in EXTENDED]))
 def test_agrees_with_one_process(fusion: str, layout: str, verify: Verifier, composition_file: Path) -> None:
     plugins, settings = LAYOUTS[layout]
     plugins, settings = ("scans:Scans", fusion, *plugins), MODEL | FUSIONS[fusion] | settings

@@ -41,6 +41,7 @@ WAITS = [
     ),
     ("moe", "torch: sync_d2h", NOT_THERE),
     ("ep", "torch: sync_d2h", NOT_THERE),
+    ("mot", "core/forge_train_kit/model/kinds.py", "once a batch: how many positions of each kind it has"),
     ("flex", FLEX, NOT_THERE),
     ("flex", "torch: sync_h2d", NOT_THERE),
     ("fsdp2, offload", "", "weights are updated on the host, once their gradients are there"),

@@ -73,6 +73,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
         case("images", "image", "drawn:Drawn", **{**drawn.OPTIONS, "train.precision": "bf16"}),
         case("images of one size", "image", "drawn:Squares", **{**drawn.OPTIONS, **drawn.SQUARE}),
         case("items beside tokens", "cross_attention", "scans:Scans", cross_attention__every=1),
+        case("mot", "mot", "scans:Scans"),
         case("saved", checkpoint__every=2),
         case("saved twice", checkpoint__every=2, checkpoint__format="both"),
         case("saved in the background", checkpoint__every=2, checkpoint__asynchronous=True),
@@ -91,7 +92,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
 TINY = {"decoder.dim": 32, "decoder.layers": 1, "decoder.heads": 4, "train.sequence": 32, "train.global_batch": 4}
 TOGETHER = (
     *("tokens", "classify", "token_classify", "embed", "reward", "dpo", "text_labels", "text_pairs", "sft"),
-    *("prefix", "cross_attention", "multimodal"),
+    *("prefix", "cross_attention", "mot", "multimodal"),
 )
 """Plugins that only work with each other, or with each other's records."""
 

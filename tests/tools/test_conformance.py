@@ -113,9 +113,9 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     if name == "hf":
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         return {"hf.type": "gpt_neox", "hf.set": sizes}
-    scans = {"plugins": ["scans:Scans"]}
-    beside = {"prefix": scans, "cross_attention": {**scans, "cross_attention.every": 1}}
-    return {"mla": {"decoder.kv_heads": 4}, **beside}.get(name, {})
+    scans: dict[str, Any] = {"plugins": ["scans:Scans"]}
+    fusions = {"prefix": scans, "mot": scans, "cross_attention": {**scans, "cross_attention.every": 1}}
+    return {"mla": {"decoder.kv_heads": 4}, **fusions}.get(name, {})
 
 
 EXTENDED = (

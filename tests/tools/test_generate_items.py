@@ -55,7 +55,7 @@ def rows(job: Any, folder: Path) -> list[TextRow]:
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("plugins", [(), ("moe",), ("cross_attention",)])
+@pytest.mark.parametrize("plugins", [(), ("moe",), ("cross_attention",), ("mot",)])
 def test_tokens_are_those_of_a_whole_forward(scans: Path, slots: int, plugins: tuple[str, ...]) -> None:
     values = ("cross_attention.every=1", "cross_attention.gate=1.0") if "cross_attention" in plugins else ()
     job, model = tiny_models.composed("tokenizer.path=bytes", *values, plugins=("items_data:Scans", *plugins))

@@ -167,7 +167,7 @@ class Layouts:
         if (placed := _placed(x)) is not None:
             return placed, True
         if side == "input":
-            return (last, True) if style == "rowwise" else (heads, False)
+            return (last, True) if style in ("rowwise", "partial") else (heads, False)
         if style is not None:
             own = x.ndim > 3 or (x.ndim == 1 and hasattr(self._modules[name], "heads_piece"))
             split = {"colwise": last, "features": last, "channels": min(2, last), "heads": heads if own else None}

@@ -22,6 +22,8 @@ from .chunks import sum_in_chunks
 from .declare import TensorStyle, depth_scaled, elements_trained, flops_per_token
 from .dropout import Dropout
 from .dtypes import dtype_borders
+from .in_sequence import Enter, InSequence
+from .kinds import Kinds, Note, Rows
 from .log_probabilities import answers_of, row_log_probabilities, token_log_probabilities
 from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_pooling, sum_of_slices
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
@@ -39,7 +41,10 @@ __all__ = [
     "DroppedWeights",
     "DynamicRoPE",
     "Embedding",
+    "Enter",
+    "InSequence",
     "KVCache",
+    "Kinds",
     "LargestLogit",
     "LayerNorm",
     "LengthRoPE",
@@ -47,6 +52,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRoPE",
+    "Note",
     "OffsetRMSNorm",
     "PerBatch",
     "Pooling",
@@ -54,6 +60,7 @@ __all__ = [
     "RMSNorm",
     "RoPE",
     "RowMemory",
+    "Rows",
     "Scaling",
     "SlotCache",
     "Slots",

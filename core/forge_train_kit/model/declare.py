@@ -12,6 +12,7 @@ TensorStyle = Literal[
     "vocabulary",
     "colwise",
     "rowwise",
+    "partial",
     "sequence",
     "gather",
     "tokens",
@@ -26,12 +27,13 @@ TensorStyle = Literal[
 * `vocabulary`: an embedding with its rows split; its output is summed over the ranks and split along the sequence.
 * `colwise`: a linear with its output features split; each rank continues with its own.
 * `rowwise`: a linear with its input features split; its output is summed and split along the sequence.
+* `partial`: the same as `rowwise`, within a block that is `summed`: its output stays a part of the sum.
 * `sequence`: works on each token independently; its weights are not split, and its input is split along the sequence.
   If the module has `sequence_piece`, it is set to (index of the piece, number of pieces): `(0, 1)` if sequences are not
   split.
 * `gather`: a block that needs full sequences: its input, split along the sequence, is gathered.
 * `tokens`: a block that processes each token independently: it works on this rank's share of them, with unsplit
-  weights.
+  weights. If the module has `sequence_piece`, it is set as for `sequence`; sequences are always split.
 * `summed`: a block that needs full sequences and splits its own weights: its input is gathered, and its output is
   summed and split along the sequence; for a tuple, its first element.
 * `heads`: its weights are not split, and its input is this rank's heads, so its gradient is summed over the ranks. If

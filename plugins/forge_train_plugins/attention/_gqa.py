@@ -41,16 +41,16 @@ class Sinks(nn.Module):
         return self.weight if pieces == 1 else self.weight.chunk(pieces)[at]
 
 
-class GroupedQueryAttention(nn.Module):
-    """Attention in which heads // kv_heads neighbouring query heads share a key and a value head.
+class Projections(nn.Module):
+    """The part of attention that works on each token alone.
 
     The numbers of heads are read from the projections' outputs, so that each rank may hold some of the heads.
     """
 
-    def __init__(self, layer: Layer, kernel: AttentionKernel, dropout: AttentionDropout | None = None) -> None:
+    def __init__(self, layer: Layer) -> None:
         super().__init__()
         width, kv_width = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-        self.heads, self.kv_heads, self.head_dim = layer.heads, layer.kv_heads, layer.head_dim
+        self.layer, self.head_dim = layer, layer.head_dim
         self.q = Linear(layer.dim, width, bias=layer.qkv_bias, std=layer.std)
         self.k = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)
         self.v = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)
@@ -60,13 +60,44 @@ class GroupedQueryAttention(nn.Module):
         sizes = (width, kv_width) if self.norms_width else (layer.head_dim, layer.head_dim)
         self.q_norm = norm(sizes[0], layer.norm_eps) if layer.qk_norm else None
         self.k_norm = norm(sizes[1], layer.norm_eps) if layer.qk_norm else None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[batch, sequence, dim]` → queries, keys and values `[batch, sequence, heads, head_dim]`."""
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None and self.norms_width:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTHD, k_BTKD, v_BTKD = self._split_heads(q), self._split_heads(k), self._split_heads(v)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_width:
+            q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
+        return q_BTHD, k_BTKD, v_BTKD
+
+    def output(self, out_BTHD: Tensor) -> Tensor:
+        """Results of the heads, `[batch, sequence, heads, head_dim]` → `[batch, sequence, dim]`."""
+        mixed: Tensor = self.o(out_BTHD.flatten(2))
+        return mixed
+
+    def another(self) -> Projections:
+        """The same with weights of its own."""
+        return Projections(self.layer)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        batch, sequence, _ = x.shape
+        return x.view(batch, sequence, x.shape[-1] // self.head_dim, self.head_dim)
+
+
+class GroupedQueryAttention(Projections):
+    """Attention in which heads // kv_heads neighbouring query heads share a key and a value head."""
+
+    def __init__(self, layer: Layer, kernel: AttentionKernel, dropout: AttentionDropout | None = None) -> None:
+        super().__init__(layer)
+        self.heads, self.kv_heads = layer.heads, layer.kv_heads
         self.rope = layer.rope
         self.sinks, self.sink = layer.sinks, Sinks(layer.heads, layer.std) if layer.sinks else None
         self.window, self.soft_cap, self.scale = layer.window, layer.soft_cap, layer.scale
         self.attention_dropout, self.dropout = layer.attention_dropout, dropout
         self.kernel = kernel
-        self.width = width
-        self.weights = 2 * layer.dim * (width + kv_width)
+        self.width = layer.heads * layer.head_dim
+        self.weights = 2 * layer.dim * (layer.heads + layer.kv_heads) * layer.head_dim
 
     def forward(
         self,
@@ -77,12 +108,7 @@ class GroupedQueryAttention(nn.Module):
         cache: KVCache | SlotCache | None = None,
     ) -> Tensor:
         """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` int64 or None."""
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        if self.q_norm is not None and self.k_norm is not None and self.norms_width:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHD, k_BTKD, v_BTKD = self._split_heads(q), self._split_heads(k), self._split_heads(v)
-        if self.q_norm is not None and self.k_norm is not None and not self.norms_width:
-            q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
+        q_BTHD, k_BTKD, v_BTKD = self.project(x)
         if self.rope is not None:
             q_BTHD, k_BTKD = self._rotated(self.rope, q_BTHD, k_BTKD, position_ids)
         options = AttentionOptions(
@@ -97,8 +123,7 @@ class GroupedQueryAttention(nn.Module):
             out_BTHD = self.kernel(q_BTHD, k_BTKD, v_BTKD, options)
         else:
             out_BTHD = cache.attend(self.kernel, q_BTHD, k_BTKD, v_BTKD, options)
-        mixed: Tensor = self.o(out_BTHD.flatten(2))
-        return mixed
+        return self.output(out_BTHD)
 
     def new_cache(self, batch: int, length: int) -> KVCache:
         return KVCache(batch, length)
@@ -128,7 +153,3 @@ class GroupedQueryAttention(nn.Module):
             return rope(q_BTHD, position_ids), rope(k_BTKD, position_ids)
         both: Tensor = rope(torch.cat((q_BTHD, k_BTKD), 2), position_ids)
         return torch.split(both, [q_BTHD.shape[2], k_BTKD.shape[2]], dim=2)
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        batch, sequence, _ = x.shape
-        return x.view(batch, sequence, -1, self.head_dim)

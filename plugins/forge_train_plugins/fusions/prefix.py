@@ -22,6 +22,6 @@ class Prefix(Plugin):
 
     @hookimpl
     def fusion(self, spec: FusionSpec, job: Job) -> Fusion:
-        from ._prefix import InSequence
+        from forge_train_kit.model import InSequence
 
         return InSequence(spec)

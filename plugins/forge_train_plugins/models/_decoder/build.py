@@ -126,14 +126,14 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         positions=Embedding(config.max_sequence, config.dim, std=config.std) if config.positions == "learned" else None,
         tail=hookspecs.tail(trunk, job) if job.hooks.provider("tail") else None,
     )
-    model.fusion = _fusion(config, spec_of(0, config.layers), job)
+    model.fusion = _fusion(config, spec_of(0, config.layers), model, job)
     return model
 
 
-def _fusion(config: Decoder.Config, layer: Layer, job: Job) -> Fusion | None:
+def _fusion(config: Decoder.Config, layer: Layer, model: Transformer, job: Job) -> Fusion | None:
     """Joins items with text; None if no plugin gives a modality."""
     encoders = {name: one.encoder(config.dim) for name, one in enabled_modalities(job).items()}
-    spec = FusionSpec(config.dim, config.layers, encoders, layer, config.std)
+    spec = FusionSpec(config.dim, config.layers, encoders, layer, config.std, dict(model.layers))
     return hookspecs.fusion(spec, job) if encoders else None
 
 

@@ -131,6 +131,17 @@ class SummedLinear(nn.Linear):
         return self.product(x, local(self.weight))
 
 
+class PartialLinear(SummedLinear):
+    """The same, where a module around it has the sum; the first rank adds the bias."""
+
+    first: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        bias = self._parameters["bias"]
+        return out if bias is None else out + bias * float(self.first)
+
+
 class SplitEmbedding(nn.Embedding):
     """Rows of this rank's part of a table, zeros for the others."""
 
@@ -181,6 +192,8 @@ class Styles:
         if style == "summed":
             module.register_forward_hook(self._reduce)
         elif style == "tokens":
+            if hasattr(module, "sequence_piece"):
+                module.sequence_piece = (self._region.group.rank, self._region.group.size)
             module.register_forward_pre_hook(self._share)
             module.register_forward_hook(self._join)
         elif style == "sequence" and self._region.sequence_parallel and hasattr(module, "sequence_piece"):
@@ -192,7 +205,7 @@ class Styles:
             split(module, 0, self._region, made, names)
         elif style in SHARDED:
             dim = SHARDED[style]
-            split(module, dim, self._region, made, ("weight",) if style == "rowwise" else ("weight", "bias"))
+            split(module, dim, self._region, made, ("weight",) if dim == 1 else ("weight", "bias"))
             getattr(self, f"_{style}")(module)
 
     def _vocabulary(self, module: SplitEmbedding) -> None:
@@ -207,6 +220,10 @@ class Styles:
     def _rowwise(self, module: nn.Linear) -> None:
         self._change(module, SummedLinear)
         module.register_forward_hook(self._reduce if module._parameters["bias"] is None else self._reduce_and_bias)
+
+    def _partial(self, module: PartialLinear) -> None:
+        self._change(module, PartialLinear)
+        module.first = self._region.group.rank == 0
 
     def _features(self, module: SpreadRMSNorm) -> None:
         self._change(module, SpreadRMSNorm)
@@ -253,5 +270,5 @@ def _sharing(region: Region) -> tuple[Callable[..., Any], ...]:
     return share, join
 
 
-SHARDED: Mapping[str, int] = {"vocabulary": 0, "colwise": 0, "rowwise": 1, "features": 0, "logits": 0}
+SHARDED: Mapping[str, int] = {"vocabulary": 0, "colwise": 0, "rowwise": 1, "partial": 1, "features": 0, "logits": 0}
 """Style → the axis of the weight that is split."""

@@ -19,6 +19,7 @@ SPLITTING: Mapping[TensorStyle, type[nn.Module]] = {
     "vocabulary": nn.Embedding,
     "colwise": nn.Linear,
     "rowwise": nn.Linear,
+    "partial": nn.Linear,
     "features": nn.RMSNorm,
     "logits": nn.Linear,
 }
@@ -123,7 +124,7 @@ def _problem(entry: Entry, part: nn.Module, ranks: int) -> str:
     assert isinstance(module, nn.Linear)
     if style == "logits":
         return _uneven(name, "outputs", module.out_features, ranks)
-    size, kind = (module.in_features, "inputs") if style == "rowwise" else (module.out_features, "outputs")
+    size, kind = (module.in_features, "inputs") if style in ("rowwise", "partial") else (module.out_features, "outputs")
     return _even(name, kind, size, _head_dim(name, size, part), ranks)
 
 

@@ -59,7 +59,9 @@ def whole_parameters(
         if sequence_parallel:
             partial = not (replicated_head and _within(owner, ["head"]))
         else:
-            partial = style in ("heads", "tokens", "summed") or (style != "rowwise" and _within(owner, blocks))
+            partial = style in ("heads", "tokens", "summed", "partial") or (
+                style != "rowwise" and _within(owner, blocks)
+            )
         found.append(Whole(name, partial, style is not None))
     return found
 

@@ -1,4 +1,4 @@
-"""The modules of the `prefix` plugin."""
+"""Items among the tokens: what fusions share in which a feature vector takes a position of the sequence."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train_kit.modalities import FusionSpec, extras_of
-from forge_train_kit.model import TensorStyle
+from ..modalities import FusionSpec, extras_of
+from .declare import TensorStyle
+from .kinds import Kinds, Note, piece_of_places
 
 
 class Enter(nn.Module):
@@ -33,30 +33,24 @@ class Enter(nn.Module):
             if values is None or grids is None or places is None:
                 continue
             features = encoder(values, grids).to(hidden.dtype)
-            mine = self._piece(places)[..., None]
+            mine = piece_of_places(places, self.sequence_piece)[..., None]
             found = features.gather(1, mine.clamp(min=0).expand(-1, -1, features.shape[-1]))
             hidden = torch.where(mine >= 0, found, hidden)
         return hidden
 
-    def _piece(self, places: Tensor) -> Tensor:
-        at, pieces = self.sequence_piece
-        if pieces == 1:
-            return places
-        each = -(-places.shape[1] // pieces)
-        return F.pad(places, (0, each * pieces - places.shape[1]), value=-1).narrow(1, at * each, each)
-
 
 class InSequence(nn.Module):
-    """The fusion: it acts before the first layer only.
+    """A fusion that changes hidden states before the first layer only.
 
     Args:
         spec: of the model.
+        kinds: for modules of the layers that compute by modality; they are told what a batch holds.
     """
 
-    def __init__(self, spec: FusionSpec) -> None:
+    def __init__(self, spec: FusionSpec, kinds: Kinds | None = None) -> None:
         super().__init__()
         self.enter: Any = Enter(spec.encoders)
-        self.layers = nn.ModuleDict()
+        self.layers = nn.ModuleDict({} if kinds is None else {str(one): Note(kinds) for one in range(spec.layers)})
 
     @property
     def units(self) -> tuple[str, ...]:
