@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.base.errors import ConfigError, nearest
+from forge_train.base.format import format_list
 from forge_train_kit.format import format_plural
 
 from . import screen
@@ -25,6 +26,7 @@ COMMANDS = {
     "/system TEXT": "say how the model is to answer, before the first message; without TEXT, no longer",
     "/reset": "forget the chat, but not the system's message",
     "/save FILE": "write the chat to a new file, as a record that can be trained on",
+    "/image FILE": "show the model an image with the next message, if it takes any",
     "/help": "show these commands; //TEXT says a text that begins with /",
     "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
@@ -101,10 +103,14 @@ class Talk:
 
     def _command(self, name: str, given: str = "") -> bool:
         given = given.strip()
+        if given and name[1:] in self._chat.modalities:
+            self._chat.show(name[1:], Path(given).expanduser())
+            self._say("The next message begins with it.")
+            return True
         if name not in {one.split()[0] for one in COMMANDS}:
             known = [one.split()[0] for one in COMMANDS]
             raise ConfigError(f"There is no {name}; /help lists the commands.{nearest(name, known)}")
-        if given and name not in ("/system", "/save"):
+        if given and name not in ("/system", "/save", "/image"):
             raise ConfigError(f"{name} takes nothing after it.")
         if name == "/system":
             self._chat.set_system(given)
@@ -118,6 +124,9 @@ class Talk:
                 raise ConfigError("/save needs a file, as in /save chat.jsonl.")
             self._chat.save(Path(given).expanduser())
             self._say(f"Saved to {given}.")
+        elif name == "/image":
+            kinds = format_list(f"/{one} FILE" for one in self._chat.modalities)
+            raise ConfigError(f"Name a file: {kinds}." if kinds else "This model takes text alone.")
         elif name == "/help":
             for one, does in COMMANDS.items():
                 self._say(f"{one:<14}{does}")

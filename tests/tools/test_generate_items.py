@@ -15,6 +15,7 @@ import tiny_models
 from forge_cli import forge, one_message
 from forge_train import ConfigError
 from forge_train_kit.data.items import ItemPrompts, padded
+from forge_train_tools import open_model
 from forge_train_tools.generation.engine import run
 from forge_train_tools.generation.generate import Generation, generate
 from forge_train_tools.generation.rows import TextRow
@@ -121,3 +122,36 @@ def test_broken_scans_are_told(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.npy").write_bytes(b"broken")
     with pytest.raises(ConfigError, match=r"bad\.npy: a broken scan"):
         generate(Generation(path=trained, prompts=({"prompt": "<scan>", "scans": [str(tmp_path / "bad.npy")]},)))
+
+
+def test_a_chat_shows_items_and_saves_them(trained: Path, scans: Path, tmp_path: Path) -> None:
+    model = open_model(trained)
+    options: Any = {"tokens": 4, "temperature": 0.0}
+    chat = model.chat(template="plain", **options)
+    assert chat.modalities == ("scan",)
+    with pytest.raises(ConfigError, match=r"gone\.npy"):
+        chat.show("scan", scans / "gone.npy")
+    chat.show("scan", scans / "0.npy")
+    first = "".join(chat.answer("A"))
+    assert chat.messages[0] == {"role": "user", "content": "<scan>A"}
+    items = {"scan": [str(scans / "0.npy")]}
+    assert first == model.generate("A", chat=True, items=items, template="plain", **options)
+    chat.show("scan", scans / "1.npy")
+    second = "".join(chat.answer("B"))
+    assert chat.completion is not None
+    assert sum(SIZES[:2]) == chat.completion.prompt.count(model.tokenizer.end)
+    chat.save(tmp_path / "chat.jsonl")
+    record = json.loads((tmp_path / "chat.jsonl").read_text())
+    assert record["scans"] == [str(scans / "0.npy"), str(scans / "1.npy")]
+    asked = {"messages": record["messages"][:-1], "scans": record["scans"]}
+    rule = Sampling(tokens=4, temperature=0)
+    again = generate(Generation(path=trained, prompts=(asked,), sampling=rule, template="plain"))
+    assert again.answers[0].text == second
+    chat.reset()
+    "".join(chat.answer("A"))
+    assert chat.messages[0]["content"] == "A"
+
+
+def test_other_items_are_refused_where_they_are_asked_for(trained: Path) -> None:
+    with pytest.raises(ConfigError, match=r"This model takes text and 'scan', and no 'image'"):
+        open_model(trained).generate("x", items={"image": ["cat.png"]})

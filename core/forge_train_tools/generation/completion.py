@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
+from forge_train.base.errors import ConfigError
+from forge_train.base.format import format_list
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 from forge_train_kit import hookspecs
+from forge_train_kit.data.items import ItemPrompts, prompts_of
 
 from . import drafting
 from .engine import follow
@@ -29,6 +34,8 @@ class Completion:
         whole: whether the prompt has its own beginning, as a rendered chat has; if not, the tokenizer's is added.
         ends: tokens that end a text, beside the tokenizer's.
         request: number of the request, for the draws.
+        items: of the prompt by modality, as `{"image": ["cat.png"]}`: at its placeholders, or before it if it has none
+            and is not whole.
 
     Raises:
         ConfigError: for a prompt that leaves no room, or a model that can't generate here.
@@ -44,12 +51,23 @@ class Completion:
         whole: bool = False,
         ends: Collection[int] = (),
         request: int = 0,
+        items: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         check(job, model)
         self._job, self._model = job, model
         tokenizer = hookspecs.tokenizer(job)
-        ids = encode(tokenizer, prompt, whole=whole)
-        self._row = TextRow(0, ids, sampling, tokenizer, ends=ends, longest=longest(model), request=(request, 0))
+        self._prompts = items_of(job, items or {})  # its files last as long as this
+        placed = None
+        if self._prompts is None:
+            ids = encode(tokenizer, prompt, whole=whole)
+        else:
+            given = items or {}
+            prompt = prompt if whole else self._prompts.with_placeholders(prompt, given)
+            marked = encode(self._prompts.tokenizer, prompt, whole=whole)
+            ids, placed = self._prompts.place(marked, given, "The prompt", str(Path.cwd()))
+        self._row = TextRow(
+            0, ids, sampling, tokenizer, ends=ends, longest=longest(model), request=(request, 0), items=placed
+        )
         if sampling.drafts:
             drafting.check(job, model, sampling.drafts)
         self.drafts = drafting.Drafts(sampling.drafts)
@@ -86,3 +104,17 @@ class Completion:
                 if piece := row.text[shown:]:
                     shown = len(row.text)
                     yield piece
+
+
+def items_of(job: Job, items: Mapping[str, Sequence[Any]]) -> ItemPrompts | None:
+    """The encoder of prompts with items; None for a model of text alone.
+
+    Raises:
+        ConfigError: the model does not take a modality that is asked for.
+    """
+    found = prompts_of(job)
+    known = () if found is None else tuple(found.fields.modalities)
+    if unknown := [name for name, some in items.items() if some and name not in known]:
+        takes = f"text and {format_list(map(repr, known))}" if known else "text alone"
+        raise ConfigError(f"This model takes {takes}, and no {unknown[0]!r}.")
+    return found

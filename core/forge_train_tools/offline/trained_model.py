@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from forge_train.plugin import hookspecs
 from forge_train_kit.hookspecs import tokenizer
 from forge_train_kit.tokenizer import Tokenizer
 
-from ..generation.completion import Completion
+from ..generation.completion import Completion, items_of
 from ..generation.sampling import Sampling, SamplingOptions, sampling_of
 from .logits import logits_of
 from .opening import Opened
@@ -59,32 +59,60 @@ class TrainedModel:
             raise ConfigError(f"{self.path}: this model has no tokenizer.")
         return tokenizer(self._opened.job)
 
-    def generate(self, prompt: str = "", *, chat: bool = False, **options: Unpack[SamplingOptions]) -> str:
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        chat: bool = False,
+        template: str = "",
+        items: Mapping[str, Sequence[Any]] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> str:
         """Continue a text; returns what was added to it.
 
         Args:
             prompt: the text; empty for the beginning of a document.
             chat: whether the prompt is a user's message, to be put into the model's chat template.
+            template: another chat template than the model's: `chatml`, `llama3`, `plain` or a file.
+            items: images and the like, as `{"image": ["cat.png"]}`: at the prompt's placeholders, or before it.
             options: as in `forge generate`: `tokens` (200), `temperature` (0.8), `top_k`, `top_p`, `min_p`,
                 `repetition_penalty`, `seed`, `stop` and `drafts`.
 
         Raises:
             ConfigError: for an option out of range, or a model that can't generate text.
         """
-        return "".join(self.stream(prompt, chat=chat, **options))
+        return "".join(self.stream(prompt, chat=chat, template=template, items=items, **options))
 
-    def stream(self, prompt: str = "", *, chat: bool = False, **options: Unpack[SamplingOptions]) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: str = "",
+        *,
+        chat: bool = False,
+        template: str = "",
+        items: Mapping[str, Sequence[Any]] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Iterator[str]:
         """Yield the pieces of what `generate` returns, as they arrive."""
-        return iter(self.complete(prompt, sampling_of(options), chat=chat))
+        return iter(self.complete(prompt, sampling_of(options), chat=chat, template=template, items=items))
 
-    def complete(self, prompt: str, sampling: Sampling, *, chat: bool = False, template: str = "") -> Completion:
+    def complete(
+        self,
+        prompt: str,
+        sampling: Sampling,
+        *,
+        chat: bool = False,
+        template: str = "",
+        items: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Completion:
         """The completion behind `stream`, which also knows why and after how many tokens it ended."""
         opened = self._opened
         if not chat:
-            return Completion(opened.job, opened.model, prompt, sampling)
+            return Completion(opened.job, opened.model, prompt, sampling, items=items)
         chats = self.chats(template)
+        if (prompts := items_of(opened.job, items or {})) is not None:
+            prompt = prompts.with_placeholders(prompt, items or {})
         given = chats.render([{"role": "user", "content": prompt}])
-        return Completion(opened.job, opened.model, given, sampling, whole=True, ends=chats.ends)
+        return Completion(opened.job, opened.model, given, sampling, whole=True, ends=chats.ends, items=items)
 
     def chats(self, template: str = "") -> ChatPrompts:
         """The model's chat template, or another one: `chatml`, `llama3`, `plain` or a file.
