@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from forge_train import Init, Job, attach_loss, hookimpl
 from forge_train_kit import hookspecs
 from forge_train_kit.capabilities import KernelCapabilities
+from forge_train_kit.enabled_modalities import enabled_modalities
 from forge_train_kit.heads import HeadSpec, Trunk
 from forge_train_kit.layers import AttentionOptions, Layer
+from forge_train_kit.modalities import FusionSpec
 from forge_train_kit.model import Embedding, Linear, RMSNorm
 from forge_train_plugins.experts.hookspecs import token_dispatch
 from outside import VOCABULARY, Outside
@@ -40,6 +42,9 @@ class OutsideModel(Outside):
 
         trunk = Trunk(16, 1, partial(RMSNorm, 16), again, more)
         made.tail = hookspecs.tail(trunk, job) if job.hooks.provider("tail") else None
+        if enabled_modalities(job):
+            spec = FusionSpec(16, 1, {"outside": nn.Identity()}, layer)  # type: ignore[dict-item]
+            made.fusion = hookspecs.fusion(spec, job)
         return made
 
 
@@ -53,11 +58,13 @@ class OutsideDecoder(nn.Module):
         self.embedding, self.head = Embedding(vocabulary, 16), head
         self.attention, self.feed_forward = attention, feed_forward
         self.tail: Any = None
+        self.fusion: Any = None
         self.note = owner.use
 
     def forward(self, x: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         self.note()
         x = self.embedding(x)
+        x = x if self.fusion is None else self.fusion.enter(x)
         x = x + self.attention(x, position_ids=position_ids, document_ids=document_ids)
         x = x + self.feed_forward(x)
         return self.tail(x, position_ids, document_ids) if self.training and self.tail is not None else x
@@ -71,6 +78,56 @@ class OutsideHead(Outside):
         head = Linear(spec.dim, spec.vocabulary, std=spec.std)
         head.register_forward_hook(lambda *_: self.use())
         return head
+
+
+class OutsideFusion(Outside):
+    """A modality of which there never is an item, and a vector that is added to all tokens instead."""
+
+    name, placeholder, features = "outside", "<outside>", 1
+
+    @hookimpl
+    def modalities(self, job: Job) -> Any:
+        return [self]
+
+    @hookimpl
+    def fusion(self, spec: FusionSpec, job: Job) -> Any:
+        return OutsideJoined(spec.dim, self)
+
+    def public(self) -> Mapping[str, Any]:
+        return {}
+
+    def measure(self, source: Any) -> Any:
+        raise AssertionError(source)
+
+    read = positions = measure
+
+    def encoder(self, dim: int) -> Any:
+        return nn.Identity()
+
+
+class OutsideJoined(nn.Module):
+    def __init__(self, dim: int, owner: Outside) -> None:
+        super().__init__()
+        self.enter, self.layers = OutsideAdded(dim, owner), nn.ModuleDict()
+
+    def tensor_plan(self) -> dict[str, Any]:
+        return {"enter": "sequence"}
+
+    def flops_per_token(self, sequence: int) -> int:
+        return 0
+
+
+class OutsideAdded(nn.Module):
+    def __init__(self, dim: int, owner: Outside) -> None:
+        super().__init__()
+        self.weight, self.note = nn.Parameter(torch.empty(dim)), owner.use
+
+    def initial(self, name: str) -> Init:
+        return Init("zeros")
+
+    def forward(self, hidden: Tensor, **extras: Tensor) -> Tensor:
+        self.note()
+        return hidden + self.weight
 
 
 class OutsideTail(Outside):

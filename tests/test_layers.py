@@ -321,6 +321,7 @@ WORDS = {
     "text",
     "tokenizer",
     "tokens",
+    "video",
 }
 """Names of plugins that are ordinary words, or libraries, too."""
 

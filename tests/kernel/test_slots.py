@@ -29,6 +29,7 @@ CASES: dict[str, tuple[type[outside.Outside], ...]] = {
     "feed_forward": (outside_layers.OutsideFeedForward,),
     "head": (outside_layers.OutsideHead,),
     "tail": (outside_layers.OutsideTail,),
+    "fusion": (outside_layers.OutsideFusion,),
     "attention_kernel": (outside_layers.OutsideKernel,),
     "token_dispatch": (outside_layers.OutsideDispatch, outside_layers.OutsideFeedForward),
     "build_data": (outside.OutsideData,),

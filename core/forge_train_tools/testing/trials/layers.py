@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from forge_train.base.format import format_list
 from forge_train.compose.initialise import materialise
 from forge_train_kit.heads import HeadSpec, Trunk
+from forge_train_kit.modalities import FusionSpec, extras_of
 from forge_train_kit.model import Embedding, Linear, RMSNorm, Slots, TensorStyle, filled, flops_per_token
 
 from ..bench import TOKENS, Bench, Trials, close
@@ -199,6 +200,48 @@ class _Plain(nn.Module):
         return flops_per_token(sequence, weights=self.mixer.weight.numel())
 
 
+def fusion_joins_items(bench: Bench) -> str:
+    """A row with an item of three patches, and one without."""
+    dim, given = bench.layer.dim, bench.job.hooks.gives("fusion")
+    with torch.device("meta"):
+        spec = FusionSpec(dim, 2, {"item": _Patches(dim)}, bench.layer)
+        module = bench.answer("fusion", spec=spec)
+    for declared in (*getattr(module, "units", ()), *module.tensor_plan()):
+        require(declared in dict(module.named_modules()), f"it declares {declared!r}, and there is no such module")
+    materialise(module, torch.device("cpu"), seed=0)
+    places = torch.full((BATCH, SEQUENCE), -1)
+    places[0, 2 : 3 if given == "token" else 5] = torch.arange(1 if given == "token" else 3)
+    grids = torch.zeros(BATCH, 1, 3, dtype=torch.int64)
+    grids[0, 0] = torch.tensor([1, 1, 3])
+    hidden, values = _input(bench), torch.randn(BATCH, 3, 5)
+
+    def joined(values: Tensor) -> Tensor:
+        extras = dict(zip(extras_of("item"), (values, grids, places), strict=True))
+        out: Tensor = hidden if module.enter is None else module.enter(hidden, **extras)
+        more = module.features(**extras) if hasattr(module, "features") and len(module.layers) else {}
+        for layer in module.layers.values():
+            out = layer(out, **extras, **more)
+        return out
+
+    found, other = joined(values), joined(values + 1)
+    require(found.shape == hidden.shape, f"gives {list(found.shape)} for hidden states of {list(hidden.shape)}")
+    require(bool(torch.isfinite(found).all()), "gives values that are not finite")
+    require(found[1:].equal(other[1:]), "a row without items depends on the items of another")
+    return f"gives {given}; {len(module.layers)} layers of its own"
+
+
+class _Patches(nn.Module):
+    """An encoder that projects each patch."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.project = Linear(5, dim)
+
+    def forward(self, values: Tensor, grids: Tensor) -> Tensor:
+        features: Tensor = self.project(values)
+        return features
+
+
 def dispatch_goes_round(bench: Bench) -> str:
     transport = bench.answer("token_dispatch")
     tokens, dim, count, top_k = 10, 8, 4, 2
@@ -236,5 +279,6 @@ TRIALS: Trials = {
     ],
     "head": [("shape and gradients", head_trains)],
     "tail": [("follows a model", tail_follows_a_model)],
+    "fusion": [("joins items with text", fusion_joins_items)],
     "token_dispatch": [("tokens go to their experts and back", dispatch_goes_round)],
 }
