@@ -7,7 +7,7 @@ TORCH ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 TESTED := constraints/tested.txt
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile --durations=40 --durations-min=5
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 # The tested versions, but with the torch that is there.
 CONSTRAINTS := $(VENV)/.constraints.txt
 # A test run starts Python a thousand times: what it compiles is kept, whatever this machine's default.
@@ -30,7 +30,7 @@ test: $(VENV)/.ready-dev ## run the tests on each change, two files at a time; o
 	@$(if $(ARGS),$(PY) -m pytest $(ARGS),$(PYTEST) -m "not slow and not extended")
 
 test-dist: $(VENV)/.ready-dev ## run the tests marked `slow`, in CI: layouts of two to four processes, and the longest of the others
-	@$(if $(ARGS),$(PY) -m pytest $(ARGS),$(PYTEST) -m "slow and not extended" --no-loadscope-reorder)
+	@$(if $(ARGS),$(PY) -m pytest $(ARGS),$(PYTEST) -m "slow and not extended")
 
 test-all: $(VENV)/.ready-dev ## now and then: every test, with those that take longer than CI allows; before a release, and with verify-all
 	@$(PYTEST) $(ARGS)
