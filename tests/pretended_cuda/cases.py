@@ -49,8 +49,10 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
         *(
             {**case(name, name), "beside": beside, "config": special.get(name, {})}
             for name, beside in plugins.items()
-            if name not in LEFT_OUT and name not in TOGETHER
+            if name not in {*LEFT_OUT, *TOGETHER, *DEFAULTS, *WATCHERS}
         ),
+        case("defaults", *DEFAULTS),
+        {**case("watchers", *WATCHERS), "beside": [one for name in WATCHERS for one in plugins[name]]},
         *_heads(folder),
         case("bf16", train__precision="bf16"),
         case("documents", text__isolate=True, train__precision="bf16"),
@@ -90,6 +92,13 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
 
 
 TINY = {"decoder.dim": 32, "decoder.layers": 1, "decoder.heads": 4, "train.sequence": 32, "train.global_batch": 4}
+DEFAULTS = (
+    *("adamw", "console", "copies", "cosine", "cross_entropy", "decoder", "gqa", "lm_head", "mfu", "next_token"),
+    *("out_of_memory", "sdpa", "sequential", "swiglu", "tensorboard", "text", "tokenizer"),
+)
+"""Plugins that every run has in which no other takes their place."""
+WATCHERS = ("anomaly", "capture", "csv", "health", "resources", "sample", "signals", "statistics", "watchdog")
+"""Plugins that look on; what makes the host wait is noted with its line, whoever else is there."""
 TOGETHER = (
     *("tokens", "classify", "token_classify", "embed", "reward", "dpo", "text_labels", "text_pairs", "sft"),
     *("prefix", "cross_attention", "mot", "multimodal"),
