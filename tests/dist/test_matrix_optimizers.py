@@ -113,7 +113,7 @@ def test_resumed_it_repeats_to_the_bit_and_on_another_layout_within_rounding(
     ranks: Pool, tmp_path: Path, layout: str, optimizer: str, settings: Mapping[str, Any]
 ) -> None:
     world, plugins, config = LAYOUTS[layout]
-    plugins, config = (optimizer, *plugins), {**config, **settings, "checkpoint.every": 1}
+    plugins, config = (optimizer, *plugins), {**config, **settings, "checkpoint.every": 3}
     here = {"steps": 6, "folder": tmp_path}
     whole = resumed(ranks, world, plugins, config, name="whole", **here)
     resumed(ranks, world, plugins, config, name="stopped", stop_at=3, **here)

@@ -63,7 +63,7 @@ def test_resumed_it_repeats_to_the_bit_and_on_another_layout_within_rounding(
 ) -> None:
     world, plugins, config = LAYOUTS["fsdp2 uneven"]
     plugin, settings = OPTIMIZERS[optimizer]
-    plugins, config = (plugin, *plugins), {**config, **settings, "checkpoint.every": 1}
+    plugins, config = (plugin, *plugins), {**config, **settings, "checkpoint.every": 3}
     here = {"steps": 6, "folder": tmp_path}
     whole = resumed(ranks, world, plugins, config, name="whole", **here)
     resumed(ranks, world, plugins, config, name="stopped", stop_at=3, **here)

@@ -93,7 +93,7 @@ def test_resumed_it_repeats_to_the_bit_and_goes_on_elsewhere(
 ) -> None:
     world, plugins, config = LAYOUTS["fsdp2 uneven"]
     plugins, config = (optimizer, *plugins), {**config, **RATES[optimizer], **state(optimizer, dtype)}
-    config = {**config, "checkpoint.every": 1}
+    config = {**config, "checkpoint.every": 2}
     here = {"steps": 4, "folder": tmp_path}
     resumed(ranks, world, plugins, config, name="whole", **here)
     resumed(ranks, world, plugins, config, name="stopped", stop_at=2, **here)

@@ -69,7 +69,7 @@ def test_splits_a_third_partys_model_and_its_unnamed_parameters(
     file = composition_file.with_name("third.toml")
     file.write_text(text.replace('"decoder"', '"tp_cases:Third"'), encoding="utf-8")
     composition = Composition("tp2", "no ac", "one", "untied", "packed")
-    verdict = verify(composition.request(file, **settings), 2, reference=composition.reference(file))
+    verdict = verify(composition.request(file, **settings), 2, steps=2, reference=composition.reference(file))
     assert verdict.agree, verdict
 
 
