@@ -102,12 +102,13 @@ def test_a_resume_that_is_refused_late_keeps_metrics_of_steps_after_the_checkpoi
     last = file.read_text(encoding="utf-8").splitlines()[-1]
     with file.open("a", encoding="utf-8") as out:
         out.write(f"{json.dumps({**json.loads(last), 'step': 3})}\n")
-    before = file.read_bytes()
+    before, events = file.read_bytes(), (RUN / "events.jsonl").read_bytes()
     Path("refusing.py").write_text(REFUSING, encoding="utf-8")
     allowed = ("-s", 'checkpoint.allow_changes=["refusing"]')
     refused = forge("train", "--resume", RUN, "-p", "./refusing.py", *allowed, "-s", "train.steps=3")
     assert "not this one" in one_message(refused, 2)
     assert file.read_bytes() == before
+    assert (RUN / "events.jsonl").read_bytes() == events
     run("train", "--resume", RUN, "-s", "train.steps=3")
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines].count(3) == 1

@@ -233,8 +233,8 @@ class Training:
             noted = self.job.dist.on_main(lambda: left_out(self.job.run.dir))
             self.progress.left_out = sorted({*self.progress.left_out, *noted})
         self.progress.last_saved = self.progress.step if own else -1
-        self._event("resumed", checkpoint=str(path), changes=changes)
         self.job.hooks.on_checkpoint(CheckpointEvent("loaded", self.progress.step, path))
+        self._event("resumed", checkpoint=str(path), changes=changes)  # a plugin may have refused
 
     @during("save")
     def _save(self, result: StepResult, *, last: bool) -> None:
