@@ -127,7 +127,7 @@ class ReferencePoint:
 
 
 class Difference(Metric):
-    """The difference of two weighted means; not a number while one of them is of nothing."""
+    """The difference of two weighted means; left out while one of them is of nothing, as a mean is."""
 
     def __init__(self) -> None:
         super().__init__(sums=4)
@@ -138,8 +138,8 @@ class Difference(Metric):
             self.sums[at].add_((values.double() * weights).sum())
             self.sums[at + 1].add_(weights.sum())
 
-    def value(self, sums: Tensor, maxima: Tensor) -> float:
-        return float(sums[0] / sums[1] - sums[2] / sums[3])
+    def value(self, sums: Tensor, maxima: Tensor) -> float | Mapping[str, float]:
+        return float(sums[0] / sums[1] - sums[2] / sums[3]) if bool(sums[1] * sums[3]) else {}
 
 
 def make_metrics() -> Mapping[str, Any]:
