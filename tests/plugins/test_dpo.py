@@ -438,6 +438,15 @@ def test_a_stored_reference_gives_the_losses_of_a_live_one(run_forge: RunForge, 
         trained(run_forge, tmp_path, steps=1, **more)
 
 
+def test_a_stored_reference_repeats_no_warning(
+    run_forge: RunForge, base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The data is built twice, once to read all answers."""
+    more = {"train__init_from": base, "train__evaluate_every": 1, "train__evaluate_batches": 9}
+    trained(run_forge, tmp_path, steps=1, dpo__stored=str(tmp_path / "reference.json"), **more)
+    assert len([one for one in caplog.messages if one.startswith("An evaluation takes")]) == 1
+
+
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])
 def test_a_loss_without_a_reference_builds_no_second_model(run_forge: RunForge, tmp_path: Path, loss: str) -> None:
     run = trained(run_forge, tmp_path, steps=8, dpo__loss=loss, adamw__lr=1e-2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -26,6 +28,23 @@ TARGET = "reference_log_probability"
 """The target with the summed log-probability of each answer, `[batch]` fp64; `[batch, answers]` where rows hold several
 pairs."""
 Split = Literal["train", "validation"]
+
+
+_log = logging.getLogger("forge_train")
+
+
+@contextmanager
+def _warned_already() -> Iterator[None]:
+    """A block without warnings: the run has built the same data before, and given them."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING
+
+    _log.addFilter(other)
+    try:
+        yield
+    finally:
+        _log.removeFilter(other)
 
 
 @dataclass
@@ -75,7 +94,8 @@ class StoredReference:
         """
         file, job = Path(self.plugin.config.stored), self.job
         splits: tuple[Split, ...] = ("train", "validation") if job.config.train.evaluate_every else ("train",)
-        loaders = {split: job.hooks.build_data(split) for split in splits}
+        with _warned_already():
+            loaders = {split: job.hooks.build_data(split) for split in splits}
         data = {
             split: {key: value for key, value in one.state_dict().items() if key != "sequences"}
             for split, one in loaders.items()
