@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 from forge_train import MASKED, Batch, ConfigError
 from forge_train_kit.data.plugin import Prefetch
+from forge_train_kit.data.prepare import Preparation, Report, prepare
 from forge_train_kit.data.reading import SampleError
+from forge_train_plugins.data.mixture import Mixture, Source
 from forge_train_plugins.data.multimodal import Multimodal
 from forge_train_tools.testing import run_forge
 from items_data import FEATURES, Scan, encoded, job, same, scan, write_records, write_scans
@@ -291,3 +294,56 @@ def test_a_run_that_stops_goes_on_bitwise_with_other_workers(tmp_path: Path) -> 
     for (name, one), other in zip(whole.model.named_parameters(), parts.model.parameters(), strict=True):
         assert torch.equal(one, other), name
     assert any("fusion" in name for name, _ in whole.model.named_parameters())
+
+
+def test_a_mixture_has_items_beside_texts(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("plain words\n" * 40)
+    prepare(Preparation((str(tmp_path / "text.txt"),), tmp_path / "tokens", held_out=0.2), Report())
+    write_records(tmp_path / "data.jsonl", records(tmp_path))
+    sources = (
+        Source(path=str(tmp_path / "tokens"), name="text"),
+        Source(path=str(tmp_path / "data.jsonl"), name="scans", items=True),
+    )
+    options = {"sources": sources, "packing": "best_fit", "held_out": 0.0, "cache": str(tmp_path / "cache")}
+    run = job(micro_batch=3, global_batch=3, total_steps=20, batch_warmup=(), steps=20, epochs=0)
+    run.config.train.batch_at = lambda step: 3
+    loader = Mixture(Mixture.Config(**options)).build_data(run, "train")  # type: ignore[arg-type]
+    ahead: Any = Mixture(Mixture.Config(**options, prefetch=Prefetch(workers=2))).build_data(run, "train")  # type: ignore[arg-type]
+    alone = ItemsOf(plugin(tmp_path).build_data(job(micro_batch=1), "train"))
+    texts = with_items = 0
+    for _ in range(6):
+        batch = next(loader)
+        assert same(batch, next(ahead))
+        for row, source in enumerate(batch.targets["source"].tolist()):
+            here = batch.extras["scan_places"][row] >= 0
+            if source == 0:
+                assert not here.any()
+                assert not batch.extras["scan_values"][row].any()
+                texts += 1
+            else:
+                assert rendered(batch, row) in alone.rows
+                with_items += 1
+    ahead.close()
+    assert texts == with_items == 9
+
+
+class ItemsOf:
+    """The rows of a loader's first epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        self.rows = [rendered(next(loader), 0) for _ in range(loader.epoch)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"packing": "split"}, "'split' cuts items, which source 0 has; choose best_fit or pad."),
+        ({"sources": (Source(path="x", items=True, dtype="uint16"),)}, "item 0: dtype has no effect on records"),
+        ({"sources": (Source(path="x", long="drop"),)}, "item 0: long has no effect without items"),
+    ],
+)
+def test_options_of_a_mixture_that_do_not_go_together_are_told(options: dict[str, Any], says: str) -> None:
+    values = {"sources": (Source(path="x", items=True),), "packing": "best_fit", **options}
+    made = Mixture(Mixture.Config(**values))  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(train=SimpleNamespace(epochs=0, total_steps=5, micro_batch=1))
+    assert any(says in problem.message for problem in made.check_config(config))

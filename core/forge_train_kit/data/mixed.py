@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from .documents import Int64
 from .proportions import Recipe
 from .rows import Arrays
 from .stream import Ordered
+
+if TYPE_CHECKING:
+    from .items import RowItems
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,13 @@ class Mixture:
         parts: the sources.
         recipe: their proportions; every name of a part is in it.
         key: the section that messages name.
+        no_items: items of a row that has none, if some sources have items.
     """
 
-    def __init__(self, parts: Sequence[Part], recipe: Recipe, *, key: str) -> None:
+    def __init__(
+        self, parts: Sequence[Part], recipe: Recipe, *, key: str, no_items: Mapping[str, RowItems] | None = None
+    ) -> None:
+        self._no_items = no_items
         self._parts = {part.name: part for part in parts}
         self._streams = [self._parts[name].stream for name in recipe.names]
         self._recipe, self._key = recipe, key
@@ -83,7 +90,8 @@ class Mixture:
         every: list[int] = np.unique(source).tolist()
         if len(every) == 1:
             found = self._streams[every[0]].read(row)
-            return replace(found, sources=np.full(len(found.inputs), every[0]))  # a bucket has several sequences
+            same = np.full(len(found.inputs), every[0])  # a bucket has several sequences
+            return replace(found, sources=same, items=found.items or self._without(len(found.inputs)))
         parts = [(source == at, self._streams[at].read(row[source == at])) for at in every]
         fields = ("inputs", "labels", "position_ids", "document_ids")
         joined = {name: _joined(name, parts) for name in fields}
@@ -92,7 +100,24 @@ class Mixture:
             weights = np.ones(joined["inputs"].shape, np.float32)
             for here, part in parts:
                 weights[here] = 1 if part.weights is None else part.weights
-        return Arrays(**joined, sources=source.copy(), weights=weights)
+        return Arrays(**joined, sources=source.copy(), weights=weights, items=self._items(parts, len(source)))
+
+    def inside(self, place: Int64) -> Iterable[Any]:
+        """The items of a row; see `ItemRows`."""
+        return self._streams[int(place[0])].inside(place[1])
+
+    def _without(self, rows: int) -> tuple[Mapping[str, RowItems], ...] | None:
+        return None if self._no_items is None else (self._no_items,) * rows
+
+    def _items(self, parts: Sequence[tuple[Any, Arrays]], rows: int) -> tuple[Mapping[str, RowItems], ...] | None:
+        """Those of each row, at its place."""
+        if self._no_items is None:
+            return None
+        joined = [self._no_items] * rows
+        for here, part in parts:
+            for at, items in zip(np.flatnonzero(here).tolist(), part.items or (), strict=False):
+                joined[at] = items
+        return tuple(joined)
 
     def where(self, place: Int64) -> str:
         return f"{self._phases.names[int(place[0])]}: {self._streams[int(place[0])].where(place[1])}"

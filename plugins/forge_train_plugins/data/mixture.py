@@ -25,7 +25,6 @@ from forge_train import (
     section,
 )
 from forge_train.contract.protocols import Loader
-from forge_train_kit import hookspecs
 from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.contract import Evaluator
 from forge_train_kit.data.plugin import (
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
 
     from forge_train import Job, Model
     from forge_train.config import Config as RunConfig
-    from forge_train_kit.data.documents import Documents
     from forge_train_kit.data.held_out import Side
+    from forge_train_kit.data.items import RowItems
     from forge_train_kit.data.rows import Rows
 
     from ._mixture.losses import Losses
@@ -56,7 +55,7 @@ class Source:
     """One source of a mixture."""
 
     path: Annotated[str, FilePath()]
-    """The tokens of the source; see `tokens.path`."""
+    """The tokens of the source; see `tokens.path`. Or its records, with `items`."""
     name: str = ""
     """Name in messages and metrics; empty for the last component of the path."""
     weight: Annotated[float, Ge(0)] = 1.0
@@ -65,6 +64,10 @@ class Source:
     """Largest number of passes over the source's rows; after that, the other sources replace it. 0 for no limit."""
     dtype: Literal["", "uint16", "uint32", "int32", "int64"] = ""
     """See `tokens.dtype`."""
+    items: bool = False
+    """The path names records of texts and items, as `multimodal` reads them, instead of tokens."""
+    long: Literal["refuse", "drop", "left", "right"] = "refuse"
+    """Treatment of a record with items longer than a row; see `multimodal.long`."""
 
 
 @section
@@ -111,9 +114,12 @@ class Mixture(DataPlugin):
         """Use a different order of each source's rows in every epoch."""
         prefetch: Annotated[Prefetch, Volatile()] = Prefetch()
         """Reading ahead of the step, and handling of samples that can't be read."""
+        cache: Annotated[str, Volatile()] = ""
+        """Folder for cached tokens of records with items; empty means forge-train/mixture in $XDG_CACHE_HOME or
+        ~/.cache."""
 
     config: Config
-    _opened: dict[str, Mapping[Side, Documents]] | None = None
+    _opened: dict[str, Mapping[Side, Any]] | None = None
     _losses: Losses | None = None
 
     @classmethod
@@ -125,7 +131,10 @@ class Mixture(DataPlugin):
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        from ._mixture.sources import check_items
+
         yield from check_prefetch(self.config.prefetch, "mixture")
+        yield from check_items(self.config)
         if config.train.epochs:
             yield Problem(
                 "train.epochs",
@@ -193,7 +202,7 @@ class Mixture(DataPlugin):
             recipe = Recipe([(0, dict.fromkeys(rows, 1.0))], HELD_OUT_SEED, once)
         else:
             recipe = run_recipe(self.config, self._names(), job, rows)
-        return self.loader(Mixed(parts, recipe, key="mixture"), job, split)
+        return self.loader(Mixed(parts, recipe, key="mixture", no_items=self._no_items(job)), job, split)
 
     @hookimpl
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
@@ -227,7 +236,7 @@ class Mixture(DataPlugin):
         from forge_train_kit.data.loader import SOURCE, example
 
         source = torch.zeros(job.config.train.micro_batch, dtype=torch.int64)
-        return replace(example(job, isolate=self._apart), targets={SOURCE: source})
+        return replace(example(job, isolate=self._apart, items=self._no_items(job)), targets={SOURCE: source})
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
@@ -265,28 +274,22 @@ class Mixture(DataPlugin):
     def _names(self) -> list[str]:
         return [source.name or Path(source.path).name for source in self.config.sources]
 
+    def _no_items(self, job: Job) -> Mapping[str, RowItems] | None:
+        """A row without items, if some source has items."""
+        from forge_train_kit.data.items import no_items
+
+        return no_items(job) if any(source.items for source in self.config.sources) else None
+
     def _rows(self, name: str, job: Job, split: Side) -> Rows:
-        from forge_train_kit.data.tokens import rows_of
+        from ._mixture.sources import source_rows
 
         documents = self._open(job)[name][split]
         check_weights(documents, job, f"mixture.sources: {name!r}")
-        return rows_of(
-            documents,
-            job.config.train.sequence,
-            packing=self.config.packing,
-            isolate=self.config.isolate,
-            pad=hookspecs.tokenizer(job).end or 0,
-        )
+        return source_rows(documents, self._names().index(name), self.config, job)
 
-    def _open(self, job: Job) -> dict[str, Mapping[Side, Documents]]:
+    def _open(self, job: Job) -> dict[str, Mapping[Side, Any]]:
         if self._opened is None:
-            from forge_train_kit.data.tokens import open_tokens
+            from ._mixture.sources import open_source
 
-            tokenizer, share = hookspecs.tokenizer(job), self.config.held_out
-            self._opened = {
-                name: open_tokens(
-                    Path(source.path), tokenizer, dtype=source.dtype, held_out=share, key=f"mixture.sources[{at}]"
-                )
-                for at, (name, source) in enumerate(zip(self._names(), self.config.sources, strict=True))
-            }
+            self._opened = {name: open_source(at, self.config, job) for at, name in enumerate(self._names())}
         return self._opened

@@ -195,7 +195,7 @@ def settled(wanted: Preparation, cache: str, name: str) -> Preparation:
         cache: the cache's folder; empty for the user's.
         name: of the plugin that has it.
     """
-    settings = wanted.settings(find(wanted.sources, key=f"{name}.path"))
+    settings = wanted.settings(find(wanted.sources, key=f"{wanted.section or name}.path"))
     identity = hashlib.blake2b(settings.encode(), digest_size=16)
     for file in _deciding(wanted):
         identity.update(file.read_bytes())

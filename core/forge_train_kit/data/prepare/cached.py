@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from forge_train import Job
 
 
-def wanted_of(job: Job, paths: str | tuple[str, ...], cache: str, name: str, **more: Any) -> Preparation:
+def wanted_of(
+    job: Job, paths: str | tuple[str, ...], cache: str, name: str, *, key: str = "", **more: Any
+) -> Preparation:
     """A preparation in a plugin's cache, with the run's tokenizer.
 
     Args:
@@ -27,17 +29,18 @@ def wanted_of(job: Job, paths: str | tuple[str, ...], cache: str, name: str, **m
         paths: what to read.
         cache: the folder that was chosen; empty for the user's.
         name: of the plugin.
+        key: the section or list item that has the paths; empty for the plugin's section.
         **more: of `Preparation`.
 
     Raises:
         ConfigError: the tokenizer is of a plugin that names no files; or the sources can't be found.
     """
-    section, key = model_files.option(job.hooks) or ("", "")
+    section, option = model_files.option(job.hooks) or ("", "")
     if not section:
         raise ConfigError(f"{name}: the run's tokenizer is of a plugin that names no files of it.")
-    tokenizer = getattr(job.config.sections[section], key)
+    tokenizer = getattr(job.config.sections[section], option)
     sources = (paths,) if isinstance(paths, str) else paths
-    return settled(Preparation(sources, Path(), tokenizer=tokenizer, section=name, **more), cache, name)
+    return settled(Preparation(sources, Path(), tokenizer=tokenizer, section=key or name, **more), cache, name)
 
 
 def stale(wanted: Preparation) -> str:
@@ -57,8 +60,9 @@ def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
     """
     if wanted.chat:
         _check_template(wanted, job, name)
-    prepare(wanted, Told(name), key=f"{name}.path", wait=True)
-    prepared = open_prepared(wanted.out, key=f"{name}.path")
+    key = f"{wanted.section or name}.path"
+    prepare(wanted, Told(name), key=key, wait=True)
+    prepared = open_prepared(wanted.out, key=key)
     if prepared.manifest.tokenizer["digest"] != hookspecs.tokenizer(job).digest:
         raise ConfigError(f"{name}: {stale(wanted)}")
     return prepared
