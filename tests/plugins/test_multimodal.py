@@ -175,6 +175,22 @@ def test_prepared_data_is_made_again_when_the_modality_counts_otherwise(tmp_path
         assert int((next(made).extras["scan_places"][0] >= 0).sum()) == length
 
 
+@pytest.mark.parametrize(("place", "text"), [("before", "***ab"), ("after", "ab***")])
+def test_items_of_a_text_without_placeholders_may_have_a_place(tmp_path: Path, place: str, text: str) -> None:
+    given = [{"text": "ab", "scans": write_scans(tmp_path, [1, 2])}, {"text": "<scan>c", "scan": "0.npy"}]
+    loader = plugin(tmp_path, given, place=place, packing="pad", shuffle=False).build_data(job(), "train")
+    batch = next(loader)
+    assert [rendered(batch, row)[0][0] for row in range(2)] == [text, "*c"]
+
+
+def test_a_placeholder_of_the_name_stands_for_that_of_the_modality(tmp_path: Path) -> None:
+    padded = Scan()
+    padded.placeholder = "<|scan_pad|>"
+    given = [{"text": "a<scan>b<|scan_pad|>", "scans": write_scans(tmp_path, [1, 2])}]
+    batch = next(plugin(tmp_path, given).build_data(job(padded), "train"))
+    assert rendered(batch, 0)[0][0] == "a*b**"
+
+
 def test_records_of_the_same_items_are_held_out_together(tmp_path: Path) -> None:
     names = write_scans(tmp_path, [1] * 40)
     given = [{"text": f"<scan>{text}", "scans": [name]} for name in names for text in ("a", "b")]
@@ -325,6 +341,15 @@ def test_a_mixture_has_items_beside_texts(tmp_path: Path) -> None:
                 with_items += 1
     ahead.close()
     assert texts == with_items == 9
+
+
+def test_a_mixture_names_the_source_whose_records_are_wrong(tmp_path: Path) -> None:
+    write_records(tmp_path / "data.jsonl", [{"text": "a<scan>"}])
+    options = {"sources": (Source(path=str(tmp_path / "data.jsonl"), items=True),), "packing": "pad", "held_out": 0.0}
+    with pytest.raises(
+        ConfigError, match=r"^mixture\.sources\[0\]\.path: .*data\.jsonl, line 1: the text has <scan> once"
+    ):
+        Mixture(Mixture.Config(**options, cache=str(tmp_path / "cache"))).build_data(job(), "train")  # type: ignore[arg-type]
 
 
 class ItemsOf:

@@ -26,7 +26,7 @@ NEVER = frozenset({"__pycache__", "site-packages", "dist-packages", "node_module
 """Folders in which nobody keeps data. Hidden ones are left out too."""
 
 _OTHER = {
-    **dict.fromkeys(("bz2", "xz", "zip", "tar", "tgz", "7z", "lz4"), "unpack it first, or pack it as .gz or .zst"),
+    **dict.fromkeys(("bz2", "xz", "zip", "tgz", "7z", "lz4"), "unpack it first, or pack it as .gz or .zst"),
     **dict.fromkeys(("feather", "orc", "avro", "sqlite", "db"), "convert it to .parquet or .jsonl"),
     **dict.fromkeys(
         ("npy", "npz", "bin", "h5", "hdf5", "tfrecord", "mds", "safetensors", "pt", "pth", "pkl"),

@@ -27,7 +27,8 @@ class Multimodal(DataPlugin):
     A record has a text, and its items under the plural of their modality: `{"text": "<image> a red circle", "images":
     ["circle.png"]}`. The text has the modality's placeholder once for each item, in their order. An item is a path,
     relative to the record's file; a `data:` URL; an address; or an object with one of these under `path` or `url`, or
-    with `bytes`, as `datasets` stores images in Parquet. Records without items are texts.
+    with `bytes`, as `datasets` stores images in Parquet. In tar files of WebDataset, members with the name of a `.txt`
+    or `.json` are its items. Records without items are texts.
 
     Items are measured when the data is prepared, and decoded when their row is read. With `prefetch.on_error = "skip"`,
     a record with an item that can't be measured is left out. All text is learned, and no
@@ -45,6 +46,8 @@ class Multimodal(DataPlugin):
         """Field of the text."""
         items: str = ""
         """Folder of relative paths of items; empty means the folder of the record's file."""
+        place: Literal["", "before", "after"] = ""
+        """Place of the items of a text without any placeholder: before or after it; empty refuses such a record."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
         """Treatment of a record longer than a row: it ends the run, is left out, or loses tokens and items on its left
         or right."""
@@ -162,7 +165,7 @@ class Multimodal(DataPlugin):
 
         config = self.config
         skip = config.prefetch.on_error == "skip"
-        fields = ItemFields.of(job, config.path, "multimodal", config.items, skip=skip)
+        fields = ItemFields.of(job, config.path, "multimodal", config.items, skip=skip, place=config.place)
         if fields is None:
             raise ConfigError("multimodal: no enabled plugin gives a modality; enable one, or read texts with `text`.")
         return fields

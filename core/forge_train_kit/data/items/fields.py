@@ -35,6 +35,8 @@ class ItemFields:
         root: the folder of all data files.
         folder: the folder of relative paths; empty for that of the record's file.
         skip: whether a record with an item that can't be read is left out, rather than an error.
+        place: where items stand in a text without any placeholder of theirs: `before` or `after` it; empty for an
+            error.
     """
 
     modalities: Mapping[str, Modality]
@@ -42,10 +44,18 @@ class ItemFields:
     root: str
     folder: str = ""
     skip: bool = False
+    place: str = ""
 
     @classmethod
     def of(
-        cls, job: Job, paths: str | tuple[str, ...], key: str, folder: str = "", *, skip: bool = False
+        cls,
+        job: Job,
+        paths: str | tuple[str, ...],
+        key: str,
+        folder: str = "",
+        *,
+        skip: bool = False,
+        place: str = "",
     ) -> ItemFields | None:
         """The fields for the modalities of a run; None if it has none.
 
@@ -54,7 +64,7 @@ class ItemFields:
             paths: the data files.
             key: the section that names them.
             folder: the folder of relative paths.
-            skip: see above.
+            skip, place: see above.
 
         Raises:
             ConfigError: there are no such files, or no such folder.
@@ -69,12 +79,12 @@ class ItemFields:
         folders = [posixpath.dirname(file.address) for file in find(paths, key=f"{key}.path") if file.local]
         alone = job.hooks.gives("fusion") == "token"
         root = posixpath.commonpath(folders) if folders else "/"
-        return cls(modalities, alone, root, folder and str(Path(folder).expanduser().absolute()), skip)
+        return cls(modalities, alone, root, folder and str(Path(folder).expanduser().absolute()), skip, place)
 
     def public(self) -> dict[str, Any]:
         """The settings that determine the result."""
         each = {name: {"placeholder": one.placeholder, **one.public()} for name, one in self.modalities.items()}
-        chosen = {"folder": self.folder} if self.folder else {}
+        chosen = {key: value for key in ("folder", "place") if (value := getattr(self, key))}
         return {"items": each, "alone": self.alone, **chosen, **({"broken": "skip"} if self.skip else {})}
 
     def entries(self, record: Mapping[str, Any], where: str) -> dict[str, list[Any]]:
@@ -90,6 +100,16 @@ class ItemFields:
                 raise ConfigError(f"{where}: {f'{name}s'!r}: expected a list of items, found {short(several)}.")
             found[name] = [*(several or []), *([] if one is None else one if isinstance(one, list) else [one])]
         return found
+
+    def placed(self, text: str, entries: Mapping[str, list[Any]]) -> str:
+        """The text of a record with placeholders: `<image>` stands for that of a modality `image`, too; and items may
+        need none."""
+        for name, modality in self.modalities.items():
+            text = text.replace(f"<{name}>", modality.placeholder)
+            if self.place and modality.placeholder not in text:
+                all_of_them = modality.placeholder * len(entries[name])
+                text = all_of_them + text if self.place == "before" else text + all_of_them
+        return text
 
     def check(self, record: Mapping[str, Any], text: str, where: str) -> None:
         """Refuse a text with placeholders of items that no modality reads.

@@ -48,7 +48,8 @@ def located(entry: Any, file: File, folder: str, where: str, kept: Kept) -> Loca
 
     Args:
         entry: a path, relative to the record's file; an address; a `data:` URL; bytes; or an object that has one of
-            these as `bytes`, `path` or `url`, or base64 as `base64` or `data`, as `datasets` and chats have them.
+            these as `bytes`, `path` or `url`, or base64 as `base64` or `data`, as `datasets` and chats have them;
+            or `path`, `offset` and `size` of bytes in a file.
         file: of the record.
         folder: of relative paths; empty for that of the file.
         where: the record, for messages.
@@ -79,6 +80,8 @@ def located(entry: Any, file: File, folder: str, where: str, kept: Kept) -> Loca
         size = Path(path).stat().st_size
     except OSError as error:
         raise ConfigError(f"{where}: {path}: {error.strerror}.") from error
+    if isinstance(entry, Mapping) and isinstance(entry.get("offset"), int) and isinstance(entry.get("size"), int):
+        return Located(path, path, entry["offset"], entry["size"])
     return Located(path, path, -1, size)
 
 

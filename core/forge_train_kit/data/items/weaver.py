@@ -53,13 +53,12 @@ class Weaver:
         Raises:
             ConfigError: as `woven`; the text has no token.
         """
-        tokenizer = self.tokenizer
-        ids = [*tokenizer.begin, *tokenizer.encode(text)]
+        tokenizer, entries = self.tokenizer, self.fields.entries(record, where)
+        self.fields.check(record, text, where)
+        ids = [*tokenizer.begin, *tokenizer.encode(self.fields.placed(text, entries))]
         if not ids:
             raise ConfigError(f"{where}: the text has no token.")
-        self.fields.check(record, text, where)
         ended = np.asarray([*ids, *([] if tokenizer.end is None else [tokenizer.end])], np.int64)
-        entries = self.fields.entries(record, where)
         return self.woven(ended, np.ones(len(ended), np.uint8), entries, text.encode(), where)
 
     def woven(self, ids: Ids, learned: Learned, entries: Mapping[str, list[Any]], text: bytes, where: str) -> Woven:
@@ -93,7 +92,7 @@ class Weaver:
                 one = self._noted(name, found, position, where)
             except ConfigError as error:
                 raise BrokenItemError(str(error)) from error
-            keys.append(one.path or found.digest)
+            keys.append(f"{one.path}{found.digest}{one.offset if one.path and one.offset >= 0 else ''}")
             pieces.append(np.full(one.length, tokenizer.fill[name], np.uint32))
             masks.append(np.zeros(one.length, learned.dtype))
             noted.append(one)
