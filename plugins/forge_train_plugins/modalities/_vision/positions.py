@@ -45,7 +45,7 @@ class LearnedPositions(nn.Module):
 
     def _between(self, index: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of an index in a side of the given size: the neighbours in the grid, and how far it is to the second."""
-        place = ((index + 0.5) * (self.side / size) - 0.5).clamp(0, self.side - 1)
+        place = ((index + 0.5) * (self.side / size) - 0.5).clamp(min=0)
         first = place.floor()
         return first.long(), (first.long() + 1).clamp(max=self.side - 1), (place - first)[..., None]
 
