@@ -224,6 +224,23 @@ def test_rotation_sees_only_distances() -> None:
     torch.testing.assert_close(q[0] @ k[6], q[8] @ k[14])
 
 
+@pytest.mark.parametrize("positions", ["learned", "sines", "sines_1d", "rotary"])
+def test_features_depend_on_the_place_of_their_patch(positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODES, "placed", {"positions": positions})
+    values = torch.randint(0, 256, (1, 16, 48), dtype=torch.uint8)
+    moved = torch.cat((values[:, 4:8], values[:, :4], values[:, 8:]), 1)
+    one, other = (encoder("placed")(given, torch.tensor([[[1, 4, 4]]])) for given in (values, moved))
+    assert (one[0, 0] - other[0, 1]).abs().max() > 1e-6
+    assert (one[0, 3] - other[0, 3]).abs().max() > 1e-6
+
+
+def test_pooling_sees_a_block_as_a_set() -> None:
+    built = encoder("pooling, rotary")
+    features = torch.randn(1, 8, 16, dtype=torch.float64)
+    shuffled = features[:, [2, 0, 3, 1, 4, 5, 6, 7]]
+    torch.testing.assert_close(built.connector(features, None), built.connector(shuffled, None))
+
+
 @pytest.mark.parametrize("mode", ["pooling, rotary", "resampler"])
 def test_vectors_depend_on_all_that_they_may_see(mode: str) -> None:
     built = encoder(mode)

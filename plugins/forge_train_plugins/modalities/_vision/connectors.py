@@ -123,7 +123,7 @@ class Resampler(nn.Module):
         queries = asked.repeat(place.items, 1).expand(len(features), -1, -1)
         number = torch.arange(place.items, device=features.device)[:, None]
         own = place.item[:, None] == number  # [batch, items, patches]
-        own = own | ~own.any(-1, keepdim=True)  # a row lacks this item, and a softmax over nothing is NaN
+        own = own | ~own.any(-1, keepdim=True)  # of an item that a row lacks: kernels differ over nothing
         seen = own.repeat_interleave(len(asked), 1)[:, None]
         vectors: Tensor = self.second(F.gelu(self.first(self.attention(queries, self.norm(features), seen))))
         return vectors
