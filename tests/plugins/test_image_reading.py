@@ -14,6 +14,7 @@ from PIL import Image as Pillow
 
 from forge_train import ConfigError
 from forge_train_kit.modalities import Item, ItemSource
+from forge_train_plugins.modalities._vision import reading
 from forge_train_plugins.modalities._vision.modality import Pictures
 from forge_train_plugins.modalities._vision.patches import cut, fitted
 from forge_train_plugins.modalities.vision import Image
@@ -162,6 +163,17 @@ def test_an_image_among_other_bytes(tmp_path: Path) -> None:
     (tmp_path / "shard.tar").write_bytes(b"before" + data + b"after")
     item = pictures().read(source(tmp_path / "shard.tar", offset=6, size=len(data)))
     assert (put_together(item, 4, 1) == picture).all()
+    with pytest.raises(ConfigError, match=r"has 5 bytes where 90 were expected"):
+        pictures().read(source(tmp_path / "shard.tar", offset=6 + len(data), size=90))
+
+
+def test_a_header_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Pillow.fromarray(noise(512, 512, 3)).save(tmp_path / "a.png")
+    place: list[int] = []
+    upright = reading.upright
+    monkeypatch.setattr(reading, "upright", lambda image: place.append(image.fp.tell()) or upright(image))
+    assert pictures().measure(source(tmp_path / "a.png")) == (1, 4, 4)
+    assert place[0] < 1000 < (tmp_path / "a.png").stat().st_size
 
 
 def test_the_first_frame_of_a_photograph_counts(tmp_path: Path) -> None:

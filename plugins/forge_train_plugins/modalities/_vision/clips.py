@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from PIL import Image
 from forge_train import ConfigError
 from forge_train_kit.modalities import ItemSource
 
-from .reading import content, length
+from . import reading
 
 if TYPE_CHECKING:
     from ..vision import Video
@@ -56,9 +55,9 @@ def opened(source: ItemSource, config: Video.Config) -> Iterator[Clip]:
     Raises:
         ConfigError: naming the file and the record; also for whatever fails to be decoded inside.
     """
-    length(source, config.max_bytes)
+    reading.length(source, config.max_bytes)
     inside = source.offset > 0 or source.size is not None
-    file = io.BytesIO(content(source, config.max_bytes)) if inside else source.path
+    file = reading.stream(source, config.max_bytes) if inside else source.path
     try:
         with av.open(file, mode="r", options={"format_whitelist": _FORMATS}) as container:
             if not container.streams.video:

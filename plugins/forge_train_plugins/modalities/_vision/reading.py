@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +29,9 @@ def opened(source: ItemSource, max_bytes: int, max_pixels: int) -> Iterator[Imag
     Raises:
         ConfigError: naming the file and the record; also for whatever fails to be decoded inside.
     """
-    data = content(source, max_bytes)
+    file = stream(source, max_bytes)
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with file, Image.open(file) as image:
             width, height = image.size
             if width * height > max_pixels:
                 raise ConfigError(
@@ -51,14 +52,16 @@ def opened(source: ItemSource, max_bytes: int, max_pixels: int) -> Iterator[Imag
         raise ConfigError(f"{source}: is damaged or cut short ({error}).") from error
 
 
-def content(source: ItemSource, max_bytes: int) -> bytes:
-    """The bytes of an encoded item.
+def stream(source: ItemSource, max_bytes: int) -> BinaryIO:
+    """An encoded item: its file, of which no more is read than is needed, or the bytes of a part of one.
 
     Raises:
         ConfigError: the file is missing, too long, or shorter than said.
     """
     size = length(source, max_bytes)
     try:
+        if not source.offset and source.size is None:
+            return Path(source.path).open("rb")
         with Path(source.path).open("rb") as file:
             file.seek(source.offset)
             data = file.read(size)
@@ -66,7 +69,7 @@ def content(source: ItemSource, max_bytes: int) -> bytes:
         raise ConfigError(f"{source}: can't be read ({error.strerror}).") from error
     if len(data) < size:
         raise ConfigError(f"{source}: has {len(data):,} bytes where {size:,} were expected.")
-    return data
+    return io.BytesIO(data)
 
 
 def length(source: ItemSource, max_bytes: int) -> int:
