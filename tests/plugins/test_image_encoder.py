@@ -180,7 +180,7 @@ def grid(rows: int, columns: int, *, frame: bool) -> Places:
     """The places of one frame, in reading order."""
     row, column = (x.flatten() for x in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
     one = torch.ones_like(row)
-    return Places(row, column, one * rows, one * columns, one, 1, one if frame else None)
+    return Places(row, column, one * rows, one * columns, one, one, 1, one if frame else None)
 
 
 def test_other_shapes_see_the_grid_interpolated() -> None:
@@ -277,6 +277,15 @@ def test_neighbouring_frames_are_averaged() -> None:
     out = built(clip.reshape(1, -1, 48), torch.tensor([[[4, 4, 4]]]))
     alone = one(frames[:1].reshape(1, -1, 48), torch.tensor([[[1, 4, 4]]]))
     torch.testing.assert_close(out[0, :4], alone[0])
+
+
+def test_a_resampler_sees_the_order_of_frames() -> None:
+    built = encoder("video, resampler")
+    values, grids = torch.randint(0, 256, (1, 64, 48), dtype=torch.uint8), torch.tensor([[[4, 4, 4]]])
+    turned = values.roll(32, 1)
+    assert (built(values, grids) - built(turned, grids)).abs().max() > 1e-6
+    two = torch.tensor([[[2, 4, 4], [2, 4, 4]]])  # two clips that each begin anew
+    torch.testing.assert_close(built(values, two), built(turned, two).roll(3, 1))
 
 
 @each_mode

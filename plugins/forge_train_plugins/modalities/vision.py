@@ -65,6 +65,8 @@ class Video(Plugin):
         yield from check(self.config, "video")
         if self.config.frames % self.config.temporal:
             yield Problem("video.frames", f"expected a multiple of temporal = {self.config.temporal}.")
+        if self.config.connector == "resampler" and self.config.dim % 2:
+            yield Problem("video.dim", "expected an even number for a resampler.")
 
     @hookimpl
     def modalities(self, job: Job) -> list[Modality]:

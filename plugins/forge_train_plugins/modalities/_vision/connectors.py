@@ -13,15 +13,16 @@ from forge_train import Init
 from forge_train_kit.model import LayerNorm, Linear
 
 from .places import Places
+from .positions import Sines
 
 if TYPE_CHECKING:
     from .section import VisionSection
 
 
-def connector(config: VisionSection, dim: int) -> Projection | Pooling | Resampler:
+def connector(config: VisionSection, dim: int, *, clips: bool) -> Projection | Pooling | Resampler:
     """The connector of a section, to vectors of this width."""
     if config.connector == "resampler":
-        return Resampler(config, dim)
+        return Resampler(config, dim, clips=clips)
     return Pooling(config, dim) if config.connector == "pooling" else Projection(config, dim)
 
 
@@ -107,25 +108,30 @@ class Queries(nn.Module):
 
 class Resampler(nn.Module):
     """An item of any size to as many vectors as there are learned queries, which attend to its patches, as in Qwen-VL
-    (arXiv:2308.12966; the Perceiver, arXiv:2103.03206)."""
+    (arXiv:2308.12966; the Perceiver, arXiv:2103.03206).
 
-    def __init__(self, config: VisionSection, dim: int) -> None:
+    Sines of its frame's number are added to each patch of a clip: nothing else would tell the order of frames.
+    """
+
+    def __init__(self, config: VisionSection, dim: int, *, clips: bool) -> None:
         super().__init__()
         self.queries = Queries(config.queries, config.dim, config.std)
         self.query_norm, self.norm = LayerNorm(config.dim, config.norm_eps), LayerNorm(config.dim, config.norm_eps)
+        self.time = Sines(config.dim, axes=1) if clips else None
         self.attention = _Attention(config)
         self.first = Linear(config.dim, dim, bias=True, std=config.std)
         self.second = Linear(dim, dim, bias=True, std=config.std)
 
     def forward(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
         """`[batch, patches, width]` to `[batch, items · queries, dim]`."""
-        place, asked = where(), self.query_norm(self.queries())
+        place, asked, normed = where(), self.query_norm(self.queries()), self.norm(features)
+        normed = normed if self.time is None else normed + self.time.of(place.time).to(normed.dtype)
         queries = asked.repeat(place.items, 1).expand(len(features), -1, -1)
         number = torch.arange(place.items, device=features.device)[:, None]
         own = place.item[:, None] == number  # [batch, items, patches]
         own = own | ~own.any(-1, keepdim=True)  # of an item that a row lacks: kernels differ over nothing
         seen = own.repeat_interleave(len(asked), 1)[:, None]
-        vectors: Tensor = self.second(F.gelu(self.first(self.attention(queries, self.norm(features), seen))))
+        vectors: Tensor = self.second(F.gelu(self.first(self.attention(queries, normed, seen))))
         return vectors
 
     def flops(self, patches: int) -> int:

@@ -24,19 +24,19 @@ class VisionEncoder(nn.Module):
     Images of one size become rows of their own; of several sizes they stay side by side, and a mask parts them.
     """
 
-    def __init__(self, config: VisionSection, dim: int, temporal: int = 1) -> None:
+    def __init__(self, config: VisionSection, dim: int, temporal: int | None = None) -> None:
         """
         Args:
             config: the section.
             dim: width of the features.
-            temporal: neighbouring frames whose features are averaged.
+            temporal: neighbouring frames of a clip whose features are averaged; None for images.
         """
         super().__init__()
-        self.merge, self.temporal = config.merge, temporal
+        self.merge, self.temporal = config.merge, temporal or 1
         self.side = config.size // config.patch if config.fit == "square" else 0
         self.queries = config.queries
         self.vision = VisionTransformer(config)
-        self.connector = connector(config, dim)
+        self.connector = connector(config, dim, clips=temporal is not None)
 
     def forward(self, values: Tensor, grids: Tensor) -> Tensor:
         """`[batch, patches, features]` and `[batch, items, 3]` to `[batch, vectors, dim]`."""

@@ -19,6 +19,8 @@ class Places:
     columns: Tensor
     item: Tensor
     """The number of the item in its row; of padding, the number of items."""
+    time: Tensor
+    """The number of the frame in its item."""
     items: int
     """Items of a row at most; at least one."""
     frame: Tensor | None
@@ -44,4 +46,4 @@ def places(grids: Tensor, patches: int, merge: int, temporal: int = 1) -> Places
     time, inner = group * temporal + inner // merge**2, inner % merge**2
     across = columns // merge
     row, column = block // across * merge + inner // merge, block % across * merge + inner % merge
-    return Places(row, column, rows, columns, item, max(items, 1), item * (patches + 1) + time)
+    return Places(row, column, rows, columns, item, time, max(items, 1), item * (patches + 1) + time)

@@ -76,9 +76,14 @@ class Sines(nn.Module):
 
     def forward(self, where: Places) -> Tensor:
         """Of places `[…]`, `[…, dim]`."""
-        along = (where.row, where.column) if self.axes == 2 else (where.row * where.columns + where.column,)
-        angles = [one[..., None] * self.frequencies for one in along]
-        return torch.cat([part for one in angles for part in (one.sin(), one.cos())], -1)
+        if self.axes == 2:
+            return torch.cat((self.of(where.row), self.of(where.column)), -1)
+        return self.of(where.row * where.columns + where.column)
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Of numbers `[…]`, `[…, dim / axes]`."""
+        angles = numbers[..., None] * self.frequencies
+        return torch.cat((angles.sin(), angles.cos()), -1)
 
 
 class Rotary(nn.Module):
