@@ -35,5 +35,6 @@ def sent(part: nn.Module, entries: Sequence[Entry], wholes: Sequence[Whole], *, 
 
 def _dim(module: nn.Module, style: str) -> int:
     """Width of the residual stream, as far as a module knows it."""
-    name = {"vocabulary": "embedding_dim", "rowwise": "out_features", "logits": "in_features"}.get(style, "")
+    outputs = dict.fromkeys(("rowwise", "partial"), "out_features")
+    name = {"vocabulary": "embedding_dim", **outputs, "logits": "in_features"}.get(style, "")
     return int(getattr(module, name, 0))
