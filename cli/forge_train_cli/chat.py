@@ -150,6 +150,8 @@ class Talk:
             self._say("The answer ended because the model can read no further; /reset makes room.")
         elif done is not None and done.stopped == "tokens":
             self._say(f"The answer ended after {format_plural(done.tokens, 'token')}; --tokens allows more.")
+        if done is not None and done.drafts and self._terminal:
+            self._say(str(done.drafts))
         self._left_out = self._chat.left_out
 
     def _say(self, text: str) -> None:

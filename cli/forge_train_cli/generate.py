@@ -51,12 +51,6 @@ JOB = {"out": None, "samples": 1, "field": "", "long": "refuse", "logprobs": Fal
 )
 @click.option("--out", type=click.Path(path_type=Path), help="With --from-file: the file of JSON lines to write.")
 @sampling_options(tokens=200)
-@click.option(
-    "--drafts",
-    default=0,
-    metavar="N",
-    help="Let the model's own modules draft N tokens at once; the answers are the same.",
-)
 @click.option("--samples", default=1, metavar="N", help="Answers to each prompt.")
 @click.option("--logprobs", is_flag=True, help="Give the tokens, and their log-probabilities.")
 @click.option("--chat", is_flag=True, help="A prompt is a user's message; put it into the model's chat template.")

@@ -23,7 +23,7 @@ template_option = click.option(
 
 
 def sampling_options(tokens: int) -> Callable[[_F], _F]:
-    """Add the fields of `Sampling`, drafts left out; and --adapter and --template.
+    """Add the fields of `Sampling`, and --adapter and --template.
 
     Args:
         tokens: the default of --tokens.
@@ -40,6 +40,12 @@ def sampling_options(tokens: int) -> Callable[[_F], _F]:
 def _options(tokens: int) -> list[Callable[[_F], _F]]:
     """The last comes first in the help."""
     return [
+        click.option(
+            "--drafts",
+            default=0,
+            metavar="N",
+            help="Let the model's own modules draft N tokens at once; the answers are the same.",
+        ),
         template_option,
         click.option(
             "--adapter",

@@ -22,7 +22,9 @@ import forge_cli
 from forge_cli import Ended, forge, one_message
 from forge_train_kit.data.chats import conversation
 from forge_train_tools import generate
+from forge_train_tools.generation.drafting import Drafts
 from forge_train_tools.generation.rows import Choice, TextRow
+from forge_train_tools.testing import run_forge
 
 pytest.importorskip("transformers")
 
@@ -256,3 +258,22 @@ def until_prompt(
         if select.select([process.stdout], [], [], 1)[0]:
             shown += os.read(process.stdout.fileno(), 4096).decode(errors="replace").replace("\r", "")
     return shown
+
+
+def test_drafts_change_no_answer(tmp_path: Path, chat: Typed) -> None:
+    more = {"mtp.depths": 2, "adamw.lr": 0.02, "train.sequence": 32}
+    run = run_forge(("mtp",), more, steps=2, folder=tmp_path, name="ahead").run
+    asked = ("say 3\nsay 4\n", "--template", "plain", "--tokens", 12, "--temperature", 0)
+    plain = chat(*asked, path=run)
+    assert (plain.code, len(plain.out) > 2) == (0, True), plain.err
+    counted: list[Drafts] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drafts, "count", lambda self, proposed, accepted: counted.append(self))
+        drafted = chat(*asked, "--drafts", 2, path=run)
+    assert drafted.out == plain.out
+    assert counted
+    assert "can draft at most 2 tokens" in one_message(chat("", *asked[1:], "--drafts", 3, path=run), 2)
+
+
+def test_a_model_that_can_not_draft_says_so_before_it_is_asked(chat: Typed) -> None:
+    assert "without modules that predict further tokens" in one_message(chat("", "--drafts", 1), 2)

@@ -13,6 +13,7 @@ from forge_train.plugin.job import Job
 from forge_train_kit import hookspecs
 from forge_train_kit.data.items import prompts_of
 
+from . import drafting
 from .chats import ChatPrompts, shorter
 from .completion import Completion, items_of
 from .rows import check, encode, longest
@@ -35,6 +36,8 @@ class Chat:
 
     def __init__(self, job: Job, model: Model, prompts: ChatPrompts, sampling: Sampling, system: str = "") -> None:
         check(job, model)
+        if sampling.drafts:
+            drafting.check(job, model, sampling.drafts)
         self._job, self._model, self._chats, self._sampling = job, model, prompts, sampling
         self._longest = longest(model)
         self._turns: list[dict[str, Any]] = []
