@@ -25,20 +25,37 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "pp2, ac": (("pp", "ac"), {"parallel.pp": 2, **ONE}),
     "cp2": (("cp", "fsdp2"), {"parallel.cp": 2}),
     "ep2": (("moe", "ep", "fsdp2"), {"moe.experts": 4, "moe.hidden": 16, "parallel.ep": 2}),
+    "tp2, experts split too": (
+        ("moe", "ep", "tp"),
+        {"moe.experts": 4, "moe.hidden": 16, "parallel.tp": 2, "parallel.etp": 2},
+    ),
     "pp2, input and weight gradients apart": (("pp",), {"parallel.pp": 2, "pp.schedule": "zbv", **ONE}),
 }
 FUSIONS: dict[str, dict[str, Any]] = {
     "prefix": {},
     "cross_attention": {"cross_attention.every": 2, "cross_attention.gate": 0.5},
     "mot": {"decoder.qk_norm": True, "decoder.bias": True, "decoder.o_bias": True, "decoder.norm": "layer"},
+    "moma": {
+        "moe.experts": 6,
+        "moma.experts.scan": 2,
+        "moe.hidden": 16,
+        "moe.bias_speed": 0.01,
+        "moe.balance": 0.1,
+    },
 }
 """Fusion → settings with which it has weights of every kind."""
 IN_CI = {
     "prefix": ["fsdp2, two micro-batches, ac", "tp2", "tp2, a sequence that does not divide", "pp2, ac", "cp2", "ep2"],
     "cross_attention": ["fsdp2, two micro-batches, ac", "tp2, a sequence that does not divide", "pp2, ac", "cp2"],
     "mot": ["fsdp2", "tp2, a sequence that does not divide", "tp2, not along the sequence, ac", "pp2, ac", "cp2"],
+    "moma": ["ep2", "tp2", "tp2, not along the sequence, ac", "pp2, ac", "cp2"],
 }
-CASES = [(fusion, layout) for fusion in FUSIONS for layout in LAYOUTS if (fusion, layout) != ("mot", "ep2")]
+REFUSED = {
+    "moma": ["tp2, a sequence that does not divide"],
+    "mot": ["ep2", "tp2, experts split too"],
+}
+"""Experts are shared out over equal pieces of sequences, and `mot` takes none."""
+CASES = [(fusion, layout) for fusion in FUSIONS for layout in LAYOUTS if layout not in REFUSED.get(fusion, [])]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +63,8 @@ CASES = [(fusion, layout) for fusion in FUSIONS for layout in LAYOUTS if (fusion
 )
 def test_agrees_with_one_process(fusion: str, layout: str, verify: Verifier, composition_file: Path) -> None:
     plugins, settings = LAYOUTS[layout]
-    plugins, settings = ("scans:Scans", fusion, *plugins), MODEL | FUSIONS[fusion] | settings
+    plugins = ("scans:Scans", fusion, *plugins, *(["moe"] if fusion == "moma" and "moe" not in plugins else []))
+    settings = MODEL | settings | FUSIONS[fusion]
     request = compositions._request(composition_file, plugins, settings)
     alone = {key: value for key, value in settings.items() if not key.startswith(("parallel.", "tp.", "pp."))}
     reference = compositions._request(

@@ -138,6 +138,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "fusion": [(None, "found None"), (nn.Linear, "the class Linear itself"), (nn.Identity(), "which lacks ")],
     "tail": [(None, "found None"), (nn.Linear, "the class Linear itself"), (nn.Identity(), "which lacks ")],
     "attention_kernel": [(None, "found None"), (lambda query: query, "can't be called with (query, key, value")],
+    "expert_groups": [(Bare(), "found a Bare, which lacks of_tokens"), ([0, 1], "found a list")],
     "token_dispatch": [(Bare(), "found a Bare, which lacks dispatch, combine"), (lambda x: x, "which lacks dispatch")],
     "parallelize": [
         ([Transform(Phase.ADAPT, "x", apply), "y"], "found a list, and in it 'y'"),
@@ -268,6 +269,7 @@ NOT_ASKED = {
     "head",
     "attention_kernel",
     "token_dispatch",
+    "expert_groups",
     "modalities",
     "fusion",
     "tail",

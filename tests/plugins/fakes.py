@@ -51,6 +51,9 @@ class Hooks:
     def modalities(self) -> list[Any]:
         return []
 
+    def expert_groups(self, experts: int) -> list[Any]:
+        return []
+
     def head(self, spec: HeadSpec) -> Head:
         return self.lm_head.head(spec, self._job)  # type: ignore[no-any-return]
 

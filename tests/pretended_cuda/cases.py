@@ -76,6 +76,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
         case("images of one size", "image", "drawn:Squares", **{**drawn.OPTIONS, **drawn.SQUARE}),
         case("items beside tokens", "cross_attention", "scans:Scans", cross_attention__every=1),
         case("mot", "mot", "scans:Scans"),
+        case("moe of modalities", "moma", "moe", "scans:Scans", moe__capacity=1.0),
         case("saved", checkpoint__every=2),
         case("saved twice", checkpoint__every=2, checkpoint__format="both"),
         case("saved in the background", checkpoint__every=2, checkpoint__asynchronous=True),
@@ -101,7 +102,7 @@ WATCHERS = ("anomaly", "capture", "csv", "health", "resources", "sample", "signa
 """Plugins that look on; what makes the host wait is noted with its line, whoever else is there."""
 TOGETHER = (
     *("tokens", "classify", "token_classify", "embed", "reward", "dpo", "text_labels", "text_pairs", "sft"),
-    *("prefix", "cross_attention", "mot", "multimodal"),
+    *("prefix", "cross_attention", "mot", "moma", "multimodal"),
 )
 """Plugins that only work with each other, or with each other's records."""
 

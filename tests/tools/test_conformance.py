@@ -115,6 +115,7 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
         return {"hf.type": "gpt_neox", "hf.set": sizes}
     scans: dict[str, Any] = {"plugins": ["scans:Scans"]}
     fusions = {"prefix": scans, "mot": scans, "cross_attention": {**scans, "cross_attention.every": 1}}
+    fusions["moma"] = {"plugins": ["scans:Scans", "moe"]}
     return {"mla": {"decoder.kv_heads": 4}, **fusions}.get(name, {})
 
 

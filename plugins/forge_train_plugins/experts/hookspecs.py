@@ -1,8 +1,8 @@
-"""The hook of models with experts, for their own plugin and for others that have experts."""
+"""The hooks of models with experts, for their own plugin and for others that have experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_train import Job, hookspec
@@ -28,6 +28,30 @@ class TokenDispatch(Protocol):
     def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
         """Rows as `dispatch` gave them, `weights [tokens, top_k]` → `[tokens, dim]`."""
         ...
+
+
+class ExpertGroups(Protocol):
+    """`expert_groups`: divides tokens and experts into groups. A token chooses among the experts of its group."""
+
+    @property
+    def of_experts(self) -> Sequence[int]:
+        """The group of each expert, from 0."""
+        ...
+
+    def of_tokens(self, x: Tensor, piece: tuple[int, int]) -> Tensor:
+        """The group of each token of the micro-batch at hand, `[batch, sequence]` int64.
+
+        Args:
+            x: hidden states `[batch, sequence, dim]`.
+            piece: index of the piece of each sequence that `x` is, and number of pieces: `(0, 1)` if sequences are
+                whole, or as whole as context parallelism leaves them.
+        """
+        ...
+
+
+@hookspec("questions", asked="composition")
+def expert_groups(experts: int, job: Job) -> ExpertGroups | None:
+    """Divide tokens and experts into groups, each with a router of its own; called for each layer with experts."""
 
 
 @hookspec("slot", optional=True, asked="composition")

@@ -110,8 +110,9 @@ class MoE(Plugin):
         if layer.index not in sparse:
             return None
         from ._moe.block import build
+        from ._moe.rules import groups_of
 
-        return build(self.config, layer, job, of=len(sparse))
+        return build(self.config, layer, job, of=len(sparse), groups=groups_of(self.config, job))
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:

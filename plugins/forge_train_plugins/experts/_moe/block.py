@@ -15,7 +15,7 @@ from forge_train import attach_loss
 from forge_train_kit.layers import Layer
 from forge_train_kit.model import Linear, TensorStyle, flops_per_token, record_choices
 
-from ..hookspecs import TokenDispatch, token_dispatch
+from ..hookspecs import ExpertGroups, TokenDispatch, token_dispatch
 from .experts import Experts, Gate, gate_of
 from .losses import balance, entropy, z_loss
 from .router import Choice, Router, Routing, kept, loads
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ..moe import MoE
 
 
-def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForward:
-    """Build the module of a layer, one of `of` layers with experts."""
+def build(config: MoE.Config, layer: Layer, job: Job, *, of: int, groups: ExpertGroups | None = None) -> MoEFeedForward:
+    """Build the module of a layer, one of `of` layers with experts, which may be divided into groups."""
     hidden = config.width(layer.ffn_dim)
     router = Router(
         layer.dim,
@@ -46,6 +46,7 @@ def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForw
         biased=config.bias_speed > 0,
         learned=config.bias,
         std=layer.std,
+        group=None if groups is None else groups.of_experts,
     )
     experts = Experts(
         config.experts,
@@ -65,6 +66,7 @@ def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForw
         losses=Losses(config.balance / of, config.z_loss / of, config.balance_over == "sequence"),
         capacity=config.capacity,
         expert_choice=config.router == "expert_choice",
+        groups=groups,
     )
     shared = None
     if config.shared:
@@ -152,6 +154,7 @@ class Routed(nn.Module):
         losses: weights of the auxiliary losses.
         capacity: most rows per expert in training, as a multiple of the micro-batch's mean; 0 means no limit.
         expert_choice: whether experts choose tokens.
+        groups: which tokens may choose which experts; None if all may choose all.
     """
 
     statistics: Tensor
@@ -168,9 +171,12 @@ class Routed(nn.Module):
         losses: Losses,
         capacity: float = 0.0,
         expert_choice: bool = False,
+        groups: ExpertGroups | None = None,
     ) -> None:
         super().__init__()
-        self.router, self.experts = router, experts
+        self.router, self.experts, self.groups = router, experts, groups
+        self.sequence_piece = (0, 1)
+        """Index of this rank's piece of each sequence, and number of pieces; set by tensor parallelism."""
         self.count = router.weight.shape[0]
         self.transport, self.slices, self.losses = transport, slices, losses
         self.capacity, self.expert_choice = capacity, expert_choice
@@ -193,11 +199,13 @@ class Routed(nn.Module):
             meanwhile: work that the transport may do while rows are being sent.
         """
         tokens = x.flatten(0, -2)
-        choose = self._by_experts if self.expert_choice else self._by_tokens
-        return choose(tokens, len(x), meanwhile).view_as(x)
+        if self.expert_choice:
+            return self._by_experts(tokens, len(x), meanwhile).view_as(x)
+        groups = None if self.groups is None else self.groups.of_tokens(x, self.sequence_piece).flatten()
+        return self._by_tokens(tokens, groups, len(x), meanwhile).view_as(x)
 
-    def _by_tokens(self, x: Tensor, batch: int, meanwhile: Callable[[], None] | None) -> Tensor:
-        routing: Routing = self.router(x)
+    def _by_tokens(self, x: Tensor, groups: Tensor | None, batch: int, meanwhile: Callable[[], None] | None) -> Tensor:
+        routing: Routing = self.router(x, groups)
         experts = routing.experts
         if self.capacity and self.training:
             experts = experts.masked_fill(~self._within_capacity(routing, batch), -1)
@@ -234,7 +242,10 @@ class Routed(nn.Module):
     def _within_capacity(self, routing: Routing, batch: int) -> Tensor:
         """Choose the assignments to keep: over the whole micro-batch, even if this rank has only a slice of it."""
         experts, weights = self.slices.gather(routing.experts), self.slices.gather(routing.weights.detach())
-        stays = kept(experts, weights, self._limit(len(routing.experts), self.capacity), self.count)
+        limit: int | Tensor = self._limit(len(routing.experts), self.capacity)
+        if self.groups is not None:
+            limit = (self.capacity * self.router.mean_loads(loads(experts.view(1, -1), self.count)[0].float())).ceil()
+        stays = kept(experts, weights, limit, self.count)
 
         def made() -> tuple[Tensor, Tensor]:
             chosen, by, taken = (self.slices.in_order(one, batch) for one in (experts, weights, stays))
@@ -248,8 +259,8 @@ class Routed(nn.Module):
         """The weights, with the auxiliary losses attached; also counts the step's statistics."""
         sets = batch if self.losses.by_sequence else 1
         own = loads(routing.experts.view(sets, -1), self.count)
-        even = balance(self.slices.add(own), routing, self.slices.count) if self.losses.balance else None
-        value = self.losses.z * z_loss(routing.logits) if self.losses.z else None
+        even = balance(self.slices.add(own), routing, self.slices.count, self.router) if self.losses.balance else None
+        value = self.losses.z * z_loss(routing) if self.losses.z else None
         if even is not None:
             value = self.losses.balance * even + (0.0 if value is None else value)
         if self.training and not _recomputing():

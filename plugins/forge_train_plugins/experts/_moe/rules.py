@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forge_train import Problem
+from forge_train import ConfigError, Problem
+from forge_train.base.format import format_list
+
+from ..hookspecs import ExpertGroups, expert_groups
 
 if TYPE_CHECKING:
+    from forge_train import Job
     from forge_train.config import Config as RunConfig
 
     from ..moe import MoE
@@ -62,6 +66,38 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
             f"{config.capacity:g} × the mean of {mean:g} tokens of a micro-batch leaves an expert less than one token: "
             "nearly all would be dropped.",
         )
+
+
+def groups_of(config: MoE.Config, job: Job) -> ExpertGroups | None:
+    """The groups into which a plugin divides tokens and experts; None if no plugin does.
+
+    Raises:
+        ConfigError: if two plugins do, or groups do not fit the experts, or the router.
+    """
+    answers = expert_groups(config.experts, job)
+    if not answers:
+        return None
+    if len(answers) > 1:
+        raise ConfigError(f"Plugins {format_list(name for name, _ in answers)} all divide experts; enable one of them.")
+    ((name, groups),) = answers
+    sizes = [list(groups.of_experts).count(group) for group in range(max(groups.of_experts, default=0) + 1)]
+    if sum(sizes) != config.experts or len(groups.of_experts) != config.experts:
+        raise ConfigError(
+            f"Plugin {name!r} divides {len(groups.of_experts)} experts, and moe.experts = {config.experts}."
+        )
+    if min(sizes) < config.top_k:
+        raise ConfigError(
+            f"moe.top_k: plugin {name!r} makes groups of {format_list(sizes)} experts, and a token can't choose "
+            f"{config.top_k} of {min(sizes)}."
+        )
+    if config.router == "expert_choice":
+        raise ConfigError(
+            f"moe.router: under expert_choice experts choose among all tokens, and plugin {name!r} divides them into "
+            "groups; choose another router."
+        )
+    if config.groups > 1:
+        raise ConfigError(f"moe.groups: plugin {name!r} divides the experts; set it to 1.")
+    return groups
 
 
 def _expert_choice(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:

@@ -50,8 +50,12 @@ class Watch:
     def _move_biases(self, seen: Tensor) -> None:
         """Raise biases of experts with less than the mean load, lower the others (arXiv:2408.15664, algorithm 1)."""
         loads = seen[:, : -len(MEASURES)]
-        moves = self.config.bias_speed * (loads.mean(1, keepdim=True) - loads).sign()
+        moves = self.config.bias_speed * (self._mean(loads) - loads).sign()
         torch._foreach_add_(self._biases(), list(torch.unbind(moves)))
+
+    def _mean(self, loads: Tensor) -> Tensor:
+        """The mean over the experts of each one's group, `[layers, experts]`."""
+        return next(iter(self.layers.values())).router.mean_loads(loads)
 
     def _biases(self) -> list[Tensor]:
         return [layer.router.bias for layer in self.layers.values() if layer.router.bias is not None]
@@ -76,7 +80,7 @@ class Watch:
         measured = dict(zip(MEASURES, rest.unbind(1), strict=True))
         found = {
             "broken": measured["broken"],
-            "load": loads.amax(1) / loads.mean(1),
+            "load": (loads / self._mean(loads).clamp(min=1 / loads.shape[1])).amax(1),
             "entropy": measured["entropy"] / measured["tokens"],
             "dropped": measured["dropped"] / loads.sum(1),
             "balance": measured["balance"] / measured["tokens"],
