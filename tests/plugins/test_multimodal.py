@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -252,11 +253,25 @@ def test_records_whose_items_can_not_be_measured_are_left_out_where_that_is_aske
         plugin(tmp_path, given[2:], prefetch=skip).build_data(job(), "train")
 
 
-def test_an_item_that_changed_since_it_was_measured_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (scan(0, 3), r"has a grid of \(1, 1, 3\) .* prepared for \(1, 1, 2\)"),
+        (scan(0, 2).astype(np.float64), r"has \d+ bytes, and had \d+ when its record was prepared"),
+    ],
+)
+def test_an_item_that_changed_since_it_was_measured_is_told(tmp_path: Path, changed: Any, says: str) -> None:
     loader = plugin(tmp_path, [{"text": "<scan>", "scans": write_scans(tmp_path, [2])}]).build_data(job(), "train")
-    write_scans(tmp_path, [3])
-    with pytest.raises(SampleError, match=r"line 1: .*0\.npy: has a grid of \(1, 1, 3\) .* prepared for \(1, 1, 2\)"):
+    (tmp_path / "0.npy").write_bytes(encoded(changed))
+    with pytest.raises(SampleError, match=rf"line 1: .*0\.npy: {says}"):
         next(loader)
+
+
+def test_a_run_does_not_go_on_with_other_bytes_in_its_records(tmp_path: Path) -> None:
+    first = plugin(tmp_path, [{"text": "<scan>", "scan": _url(encoded(scan(0, 2)))}]).build_data(job(), "train")
+    other = plugin(tmp_path, [{"text": "<scan>", "scan": _url(encoded(scan(1, 2)))}]).build_data(job(), "train")
+    with pytest.raises(ConfigError, match="the corpus is not the one this state was saved with"):
+        other.load_state_dict(first.state_dict())
 
 
 @pytest.mark.parametrize(

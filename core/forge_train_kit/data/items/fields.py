@@ -16,6 +16,7 @@ from ...enabled_modalities import enabled_modalities
 from ...modalities import ItemSource, Modality
 from ..files import find
 from .extras import RowItems
+from .notes import FORMAT
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -85,7 +86,13 @@ class ItemFields:
         """The settings that determine the result."""
         each = {name: {"placeholder": one.placeholder, **one.public()} for name, one in self.modalities.items()}
         chosen = {key: value for key in ("folder", "place") if (value := getattr(self, key))}
-        return {"items": each, "alone": self.alone, **chosen, **({"broken": "skip"} if self.skip else {})}
+        return {
+            "items": each,
+            "alone": self.alone,
+            "table": FORMAT,
+            **chosen,
+            **({"broken": "skip"} if self.skip else {}),
+        }
 
     def entries(self, record: Mapping[str, Any], where: str) -> dict[str, list[Any]]:
         """The items of a record as it has them, by modality.

@@ -13,6 +13,10 @@ from ...modalities import Grid
 from ..shard import Ids
 
 
+FORMAT = 1
+"""Number of the format; records of other formats are prepared again."""
+
+
 class Noted(NamedTuple):
     """An item of a prepared record."""
 
@@ -28,6 +32,8 @@ class Noted(NamedTuple):
     offset: int
     size: int
     """Bytes of the item, from `offset` on; of a file that is an item as a whole, with an offset of −1."""
+    digest: str
+    """Of the bytes, if they are kept beside the tokens: it decides what a run that goes on may read."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -204,5 +205,10 @@ def _decoded(modality: Modality, source: ItemSource, one: Noted) -> Item:
         raise ConfigError(
             f"{source}: has a grid of {grid} and values of {list(item.values.shape)}, and the record was prepared "
             f"for {one.grid} and {list(shape)}: restore the file, or touch the data file to prepare it again."
+        )
+    if source.size is None and (size := Path(source.path).stat().st_size) != one.size:
+        raise ConfigError(
+            f"{source}: has {size:,} bytes, and had {one.size:,} when its record was prepared: restore the file, or "
+            "touch the data file to prepare it again."
         )
     return item

@@ -117,7 +117,8 @@ class Weaver:
         grid: Grid = (int(sizes[0]), int(sizes[1]), int(sizes[2]))
         vectors = int(modality.positions(grid))
         length = 1 if self.fields.alone else vectors
-        return Noted(name, position, length, vectors, grid, self._relative(found.path), found.offset, found.size)
+        place = self._relative(found.path), found.offset, found.size, found.digest
+        return Noted(name, position, length, vectors, grid, *place)
 
     def _relative(self, path: str) -> str:
         """A path without the folder of all data files, which may move; an address as it is."""
