@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 FUSIONS: dict[str, dict[str, Any]] = {
     "prefix": {},
-    "cross_attention": {"cross_attention.every": 2, "cross_attention.gate": 0.5},
+    "cross_attention": {"decoder.layers": 3, "cross_attention.every": 1, "cross_attention.gate": 0.5},
     "mot": {"decoder.qk_norm": True, "decoder.bias": True, "decoder.o_bias": True, "decoder.norm": "layer"},
     "moma": {
         "moe.experts": 6,
@@ -46,7 +46,10 @@ FUSIONS: dict[str, dict[str, Any]] = {
 """Fusion → settings with which it has weights of every kind."""
 IN_CI = {
     "prefix": ["fsdp2, two micro-batches, ac", "tp2", "tp2, a sequence that does not divide", "pp2, ac", "cp2", "ep2"],
-    "cross_attention": ["fsdp2, two micro-batches, ac", "tp2, a sequence that does not divide", "pp2, ac", "cp2"],
+    "cross_attention": [
+        *("fsdp2, two micro-batches, ac", "tp2, a sequence that does not divide", "tp2, not along the sequence, ac"),
+        *("pp2, ac", "cp2"),
+    ],
     "mot": ["fsdp2", "tp2, a sequence that does not divide", "tp2, not along the sequence, ac", "pp2, ac", "cp2"],
     "moma": ["ep2", "tp2", "tp2, not along the sequence, ac", "pp2, ac", "cp2"],
 }
