@@ -135,9 +135,9 @@ def _device(job: Job) -> str:
 
 
 def _filled(job: Job) -> Iterator[str]:
-    """`decoder dim=128 layers=3` for every plugin that fills a slot or chain: the model's parts first, then the others,
-    both in the order of hooks."""
-    specs = [spec for spec in job.hooks.specs.values() if spec.kind in ("slot", "chain")]
+    """`decoder dim=128 layers=3` for every plugin that fills a slot or chain, or that the model asks: the model's parts
+    first, then the others, both in the order of hooks."""
+    specs = [spec for spec in job.hooks.specs.values() if spec.kind in ("slot", "chain") or spec.asked == "composition"]
     specs.sort(key=lambda spec: spec.asked != "composition")
     for name in dict.fromkeys(name for spec in specs for name in job.hooks.acting(spec.name)):
         yield " ".join([name, *changed(job.config.sections[name])])
