@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class ModalityAwareExperts(Plugin):
-    """Routers and experts of `moe` for each modality: tokens choose among text's, items among their own
-    (arXiv:2407.21770).
+    """Routers and experts of `moe` for each modality, text among them (arXiv:2407.21770).
 
     Feature vectors stand among the tokens, as with `prefix`. The balancing loss, loads, capacities and biases of `moe`
     are those of each group of experts; attention and dense blocks are shared. The paper's experts choose their tokens;
