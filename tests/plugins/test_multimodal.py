@@ -153,6 +153,16 @@ def test_items_in_records_are_kept_beside_the_tokens(tmp_path: Path) -> None:
     assert same(one, next(plugin(tmp_path / "urls", urls).build_data(job(micro_batch=4), "train")))
 
 
+def test_items_beside_a_remote_file_are_kept_beside_the_tokens(tmp_path: Path) -> None:
+    system = pytest.importorskip("fsspec").filesystem("memory")
+    given = records(tmp_path)
+    expected = next(plugin(tmp_path, given).build_data(job(micro_batch=4), "train"))
+    for path in (tmp_path / "data.jsonl", *(tmp_path / "scans").iterdir()):
+        system.pipe(f"/bucket/{path.relative_to(tmp_path)}", path.read_bytes())
+    made = plugin(tmp_path, given, path="memory://bucket/data.jsonl")
+    assert same(expected, next(made.build_data(job(micro_batch=4), "train")))
+
+
 def _url(content: bytes) -> str:
     return f"data:application/octet-stream;base64,{base64.b64encode(content).decode()}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,8 @@ class Projections(nn.Module):
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         width, kv_width = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-        self.layer, self.head_dim = layer, layer.head_dim
+        self.layer = replace(layer, index=0, num_layers=1, window=None, rope=None)  # the same in layers that are alike
+        self.head_dim = layer.head_dim
         self.q = Linear(layer.dim, width, bias=layer.qkv_bias, std=layer.std)
         self.k = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)
         self.v = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)

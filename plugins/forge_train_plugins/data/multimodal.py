@@ -31,8 +31,8 @@ class Multimodal(DataPlugin):
     or `.json` are its items. Records without items are texts.
 
     Items are measured when the data is prepared, and decoded when their row is read. With `prefetch.on_error = "skip"`,
-    a record with an item that can't be measured is left out. All text is learned, and no
-    position of an item. An item is never split, and attention stays inside each record.
+    a record with an item that can't be measured is left out. All text is learned, and no position of an item. An item
+    is never split, and attention stays inside each record.
     """
 
     api = (1, 0)

@@ -33,9 +33,11 @@ _LISTS = ("messages", "conversations", "tools", "history")
 _UNREAD = {
     "functions": "name it tools",
     "chat_template_kwargs": "template_options sets options for all records",
-    **dict.fromkeys(
-        ("image", "images", "video", "videos", "audio", "audios"), "enable a plugin that reads them beside text"
-    ),
+    **{
+        name: "enable a plugin that reads them beside text"
+        for items in ("images", "videos", "audios")
+        for name in (items, items.removesuffix("s"))
+    },
 }
 """Fields beside the messages that would change a rendering and are not read, and what to do."""
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}

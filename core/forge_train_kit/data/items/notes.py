@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from ...modalities import Grid
 from ..shard import Ids
 
-
 FORMAT = 1
 """Number of the format; records of other formats are prepared again."""
 
