@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_a_chat_shows_items_and_saves_them(trained: Path, scans: Path, tmp_path:
     chat.show("scan", scans / "0.npy")
     first = "".join(chat.answer("A"))
     assert chat.messages[0] == {"role": "user", "content": "<scan>A"}
-    items = {"scan": [str(scans / "0.npy")]}
+    items = {"scan": [scans / "0.npy"]}
     assert first == model.generate("A", chat=True, items=items, template="plain", **options)
     chat.show("scan", scans / "1.npy")
     second = "".join(chat.answer("B"))
@@ -155,3 +156,53 @@ def test_a_chat_shows_items_and_saves_them(trained: Path, scans: Path, tmp_path:
 def test_other_items_are_refused_where_they_are_asked_for(trained: Path) -> None:
     with pytest.raises(ConfigError, match=r"This model takes text and 'scan', and no 'image'"):
         open_model(trained).generate("x", items={"image": ["cat.png"]})
+
+
+TASK = """
+[seen]
+kind = "generate"
+data = "asked.jsonl"
+prompt = "The "
+answer = "answer"
+check = "regex"
+tokens = 4
+items = { scan = "shown" }
+"""
+
+
+def test_a_task_shows_items_beside_its_prompts(trained: Path, scans: Path, tmp_path: Path) -> None:
+    model = open_model(trained)
+    answers = [
+        model.generate("The ", items={"scan": [str(scans / one)]}, tokens=4, temperature=0) for one in ("0.npy",)
+    ]
+    folder = scans / "tasks"
+    folder.mkdir()
+    records = [{"shown": "../0.npy", "answer": f"^{re.escape(answers[0])}$"}, {"shown": ["../1.npy"], "answer": "^$"}]
+    items_data.write_records(folder / "asked.jsonl", records)
+    (folder / "seen.toml").write_text(TASK, encoding="utf-8")
+    asked = ("eval", trained, "--task", folder / "seen.toml", "--samples", tmp_path / "samples", "--json")
+    ended = forge(*asked)
+    assert ended.code == 0, ended.err
+    first, second = (json.loads(line) for line in (tmp_path / "samples" / "seen.jsonl").read_text().splitlines())
+    assert first["answers"] == answers
+    assert first["right"] == [1.0]
+    assert second["answers"] == [
+        model.generate("The ", items={"scan": [str(scans / "1.npy")]}, tokens=4, temperature=0)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('scan = "shown"', 'image = "shown"'), "This model takes text and 'scan', and no 'image'"),
+        (('scan = "shown"', 'scan = "seen"'), "has no field 'seen'; the fields are 'shown', 'answer'"),
+        (("tokens = 4", "tokens = 60"), "A prompt has 6 tokens with its items, and the model reads 64"),
+        (("tokens = 4", 'shots = 1\nshots_data = "asked.jsonl"'), "leave shots out where prompts have items"),
+    ],
+)
+def test_a_task_that_can_not_show_items_is_told(
+    trained: Path, scans: Path, tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    items_data.write_records(tmp_path / "asked.jsonl", [{"shown": str(scans / "0.npy"), "answer": "x"}] * 2)
+    (tmp_path / "seen.toml").write_text(TASK.replace(*change), encoding="utf-8")
+    assert message in one_message(forge("eval", trained, "--task", tmp_path / "seen.toml"), 2)

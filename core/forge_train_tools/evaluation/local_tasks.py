@@ -68,7 +68,8 @@ def prepare(file: TaskFile) -> LocalTask:
 def summary(task: LocalTask, metrics: Mapping[str, Metric], answers: Answers) -> TaskResult:
     """The result of a task, from its metrics."""
     file, asked = task.file, task.questions
-    whole = [asked.pairs, asked.texts, [vars(one) for one in asked.prompts], task.measure]
+    prompts = [{name: value for name, value in vars(one).items() if value != {}} for one in asked.prompts]
+    whole = [asked.pairs, asked.texts, prompts, task.measure]
     text = json.dumps(whole, ensure_ascii=False, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     cut = sum(bool(one.cut) for one in answers.pairs) + sum(bool(one.cut) for one in answers.prompts)
@@ -164,8 +165,8 @@ class _Generate:
         how = {name: getattr(made, name) for name in ("tokens", "stop", "temperature", "top_p", "top_k", "seed")}
         self.questions = Questions(
             prompts=[
-                Generation(prompt, **how, draw=(number, sample))
-                for number, prompt in enumerate(self._prompts)
+                Generation(prompt, **how, draw=(number, sample), items=_items(made, record))
+                for number, (prompt, record) in enumerate(zip(self._prompts, self.file.records, strict=True))
                 for sample in range(made.samples)
             ]
         )
@@ -214,6 +215,12 @@ def _prompts(file: TaskFile, answer: Callable[[Record], str]) -> list[str]:
         before = made.prefix + "".join(map(example, others))
         prompts.append(before + filled(made.prompt, (place, fields), file.where))
     return prompts
+
+
+def _items(made: Generate, record: Record) -> dict[str, list[Any]]:
+    """The items of a prompt, by modality."""
+    found = {name: value_of(field_, record) for name, field_ in made.items.items()}
+    return {name: value if isinstance(value, list) else [value] for name, value in found.items()}
 
 
 def _likeliest(found: Sequence[float], sizes: Sequence[int]) -> int:

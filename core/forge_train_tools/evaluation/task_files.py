@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import posixpath
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,7 @@ from forge_train.config.tree import TABLE, Origin, Value, leaves
 from forge_train.config.validate import validate
 from forge_train_kit.data.files import find
 from forge_train_kit.data.formats import lookup, utf8
+from forge_train_kit.data.items import in_folder
 
 from ..configuration.toml import read
 from ..inference.records import whole
@@ -83,6 +86,7 @@ class Generate:
         samples: number of answers to each prompt.
         k: for `pass@k`: numbers of answers of which one must be right.
         temperature: as in `forge generate`; so are `top_k`, `top_p` and `seed`.
+        items: modality → the field of a record that holds its items for the prompt, one or a list.
     """
 
     kind: Literal["generate"]
@@ -99,6 +103,7 @@ class Generate:
     top_k: Annotated[int, Ge(0)] = 0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     seed: Annotated[int, Ge(0)] = 0
+    items: Mapping[str, str] = dataclasses.field(default_factory=dict)
     delimiter: str = " "
     prefix: str = ""
     shots: Annotated[int, Ge(0)] = 0
@@ -193,7 +198,8 @@ def _opened(path: Path, name: str, table: Any, line: Any, limit: int) -> TaskFil
         raise ConfigError(
             f"{where}: {name}.shots: {made.shots_data} has {len(shots)} records, fewer than {made.shots}."
         )
-    return TaskFile(name, where, made, _records(made.data, f"{where}: {name}.data", limit), shots)
+    of_items = tuple(getattr(made, "items", {}).values())
+    return TaskFile(name, where, made, _records(made.data, f"{where}: {name}.data", limit, of_items), shots)
 
 
 def _wrong(made: Any, name: str, where: str) -> list[str]:
@@ -204,6 +210,8 @@ def _wrong(made: Any, name: str, where: str) -> list[str]:
     if bool(made.shots) != bool(made.shots_data):
         found.append(f"{where}: {name}: shots and shots_data go together; give both or neither.")
     if isinstance(made, Generate):
+        if made.items and made.shots:
+            found.append(f"{where}: {name}.shots: examples are texts; leave shots out where prompts have items.")
         if not all(made.stop):
             found.append(f"{where}: {name}.stop: expected non-empty texts, found {[*made.stop]!r}.")
         if not made.k or max(made.k) > made.samples:
@@ -219,12 +227,13 @@ def _wrong(made: Any, name: str, where: str) -> list[str]:
     return found
 
 
-def _records(data: str, key: str, limit: int) -> list[Record]:
+def _records(data: str, key: str, limit: int, of_items: Sequence[str] = ()) -> list[Record]:
     found: list[Record] = []
     for file in find(data, key=key):
-        form = lookup(file.suffix, file.label)
+        form, folder = lookup(file.suffix, file.label), posixpath.dirname(file.address)
         for place, record in form.read(file, whole(form.parts(file))):
-            found.append((file.at(place), record))
+            items = {name: in_folder(record[name], folder) for name in of_items if name in record}
+            found.append((file.at(place), {**record, **items}))
             if len(found) == limit:
                 return found
     if not found:

@@ -4,7 +4,7 @@ from .extras import RowItems, item_axes, padded
 from .fields import ItemFields, no_items
 from .kept import Kept
 from .marks import MarkingTokenizer
-from .prompts import ItemPrompts, PromptItems, prompts_of
+from .prompts import ItemPrompts, PromptItems, in_folder, prompts_of
 from .rows import ItemRows, Records, opened
 from .weaver import Weaver
 
@@ -18,6 +18,7 @@ __all__ = [
     "Records",
     "RowItems",
     "Weaver",
+    "in_folder",
     "item_axes",
     "no_items",
     "opened",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import numpy as np
 from ... import hookspecs
 from ...enabled_modalities import enabled_modalities
 from ...modalities import ItemSource
+from ...stores.addresses import is_remote
 from ..file import File
 from .extras import RowItems
 from .fields import ItemFields
@@ -83,7 +85,7 @@ class ItemPrompts:
         """
         ids, learned = np.asarray(marked, np.uint32), np.zeros(len(marked), np.uint8)
         weaver = Weaver(replace(self.fields, folder=folder), self.tokenizer, File(where), self._kept)
-        found = {name: list(some) for name, some in entries.items()}
+        found = {name: [str(one) if isinstance(one, Path) else one for one in some] for name, some in entries.items()}
         woven = weaver.woven(ids, learned, found, b"", where)
         placed = []
         for one in Table.of(woven.table[0]).items:
@@ -96,6 +98,16 @@ class ItemPrompts:
         """The last items, as many as a text has placeholders: those of a chat without its oldest turns."""
         counts = {name: text.count(one.placeholder) for name, one in self.fields.modalities.items()}
         return {name: list(some)[max(len(some) - counts[name], 0) :] for name, some in entries.items()}
+
+
+def in_folder(entry: Any, folder: str) -> Any:
+    """Items of a record, one or a list, whose paths do not depend on the folder of its file."""
+    if isinstance(entry, list):
+        return [in_folder(one, folder) for one in entry]
+    if isinstance(entry, Mapping) and isinstance(path := entry.get("path"), str):
+        return {**entry, "path": in_folder(path, folder)}
+    relative = isinstance(entry, str) and entry and not entry.startswith(("/", "data:", "file://"))
+    return posixpath.join(folder, entry) if relative and not is_remote(entry) else entry
 
 
 def prompts_of(job: Job) -> ItemPrompts | None:
