@@ -14,6 +14,7 @@ LEFT_OUT = {
     "profile": "torch's profiler asks a driver that is not there",
     "hf": "builds transformers' models, whose code is not ours",
     "hf_datasets": "reads from another library; its rows reach the device as those of text do",
+    "multimodal": "reads records; their items reach the device as those of `images` do",
     "mixture": "mixes sources; their rows reach the device as those of text do",
     "distill": "needs a checkpoint to learn from",
     "kto": "needs a checkpoint to compare with",
@@ -102,7 +103,7 @@ WATCHERS = ("anomaly", "capture", "csv", "health", "resources", "sample", "signa
 """Plugins that look on; what makes the host wait is noted with its line, whoever else is there."""
 TOGETHER = (
     *("tokens", "classify", "token_classify", "embed", "reward", "dpo", "text_labels", "text_pairs", "sft"),
-    *("prefix", "cross_attention", "mot", "moma", "multimodal"),
+    *("prefix", "cross_attention", "mot", "moma"),
 )
 """Plugins that only work with each other, or with each other's records."""
 
