@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 OUTSIDE = Path(__file__).parent / "outside_packages"
-"""Two packages by somebody who knew Forge's pages and not its code."""
+"""Packages by somebody who knew Forge's pages and not its code."""
 
 
 def package(folder: Path, name: str, files: dict[str, str], points: dict[str, dict[str, str]]) -> None:

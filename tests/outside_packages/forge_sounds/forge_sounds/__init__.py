@@ -1,0 +1,1 @@
+"""Sounds among the tokens of a language model."""
