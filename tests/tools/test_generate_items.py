@@ -15,12 +15,15 @@ import items_data
 import tiny_models
 from forge_cli import forge, one_message
 from forge_train import ConfigError
+from forge_train.contract.model import Model
+from forge_train_kit.activations import layers_of
 from forge_train_kit.data.items import ItemPrompts, padded
 from forge_train_tools import open_model
 from forge_train_tools.generation.engine import run
 from forge_train_tools.generation.generate import Generation, generate
 from forge_train_tools.generation.rows import TextRow
 from forge_train_tools.generation.sampling import Sampling
+from forge_train_tools.inference.layers import layers_of as numbered
 
 SIZES = (2, 5, 3)
 
@@ -206,3 +209,28 @@ def test_a_task_that_can_not_show_items_is_told(
     items_data.write_records(tmp_path / "asked.jsonl", [{"shown": str(scans / "0.npy"), "answer": "x"}] * 2)
     (tmp_path / "seen.toml").write_text(TASK.replace(*change), encoding="utf-8")
     assert message in one_message(forge("eval", trained, "--task", tmp_path / "seen.toml"), 2)
+
+
+def test_a_placeholder_without_an_item_is_told_for_a_single_prompt_too(trained: Path) -> None:
+    with pytest.raises(ConfigError, match="The prompt: the text has <scan> once, and the record 0 scans"):
+        open_model(trained).generate("<scan>x")
+
+
+def test_forward_only_jobs_refuse_items_that_they_do_not_read(trained: Path, tmp_path: Path) -> None:
+    items_data.write_records(tmp_path / "in.jsonl", [{"text": "<scan>x", "scans": ["0.npy"]}])
+    ended = forge("infer", trained, "--data", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
+    assert "'scans' is not read: this command reads text alone" in one_message(ended, 2)
+
+
+def test_the_layers_of_encoders_are_none_of_the_models(trained: Path, tmp_path: Path) -> None:
+    ended = forge("debug", "look", trained, "--text", "abc", "--out", tmp_path / "look.html")
+    assert ended.code == 0, ended.err
+    model = open_model(trained).module
+    assert layers_of(model) == ("layers.0", "layers.1")
+    assert [*numbered(Model([model]))] == [0, 1]
+    assert "fusion.enter.encoders.scan.layers.0" in model.units
+
+
+def test_training_without_items_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_models.trained(tmp_path, plugins=("items_data:Scans",))
+    assert caplog.text.count("The data gives no 'scan': its encoder learns nothing") == 1

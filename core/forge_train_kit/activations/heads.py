@@ -24,9 +24,9 @@ class HeadColumns:
 
 
 def layers_of(part: nn.Module) -> tuple[str, ...]:
-    """The layers that a text passes through, by name; not those that draft in training."""
-    tail = getattr(part, "tail", None)
-    inside = {id(one) for one in tail.modules()} if isinstance(tail, nn.Module) else set[int]()
+    """The layers that a text passes through, by name; not those that draft in training, nor those of encoders."""
+    beside = [one for name in ("tail", "fusion") if isinstance(one := getattr(part, name, None), nn.Module)]
+    inside = {id(one) for module in beside for one in module.modules()}
     units: tuple[str, ...] = tuple(getattr(part, "units", ()))
     return tuple(name for name in units if id(part.get_submodule(name)) not in inside)
 

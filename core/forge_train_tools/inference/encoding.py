@@ -64,6 +64,7 @@ class Encoder:
         long: treatment of longer records: refused, cut on their left, or, if texts, read in windows.
         scored: whether the probability of tokens is asked for.
         located: whether the place of tokens in the text is asked for.
+        modalities: those that the model takes beside text.
     """
 
     tokenizer: Tokenizer
@@ -73,13 +74,18 @@ class Encoder:
     long: Long
     scored: bool = True
     located: bool = False
+    modalities: tuple[str, ...] = ()
 
     def __call__(self, number: int, where: str, record: Mapping[str, Any]) -> Tokens:
         """A record as tokens.
 
         Raises:
-            ConfigError: it lacks the field, has several that could be meant or no token to ask for, or is too long.
+            ConfigError: it lacks the field, has several that could be meant or no token to ask for, is too long, or has
+                items beside text, which are not read.
         """
+        for name in (*self.modalities, *(f"{one}s" for one in self.modalities)):
+            if record.get(name) and name != self.field:
+                raise ConfigError(f"{where}: {name!r} is not read: this command reads text alone.")
         fields = {  # tables have every column; in CSV, an empty text is no list
             name: one for name, one in record.items() if one is not None and (one != "" or name not in FIELDS)
         }

@@ -16,6 +16,7 @@ from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import hookspecs
 from forge_train_kit.contract import Evaluator
+from forge_train_kit.enabled_modalities import enabled_modalities
 from forge_train_kit.evaluators import measure
 from forge_train_kit.starting import load_extra
 
@@ -135,7 +136,16 @@ def _encoder(asked: Inference, chosen: Chosen, model: Model, job: Job, source: S
     located = PER_TOKEN in chosen.names
     scored = located or LOG_LIKELIHOOD in chosen.names
     tokenizer, chats = hookspecs.tokenizer(job), Chats(job, source.path, asked.template)
-    return Encoder(tokenizer, chats, asked.field, longest, asked.long, scored=scored, located=located)
+    return Encoder(
+        tokenizer,
+        chats,
+        asked.field,
+        longest,
+        asked.long,
+        scored=scored,
+        located=located,
+        modalities=tuple(enabled_modalities(job)),
+    )
 
 
 def _computed(

@@ -14,8 +14,8 @@ from forge_train import Batch, Job
 from forge_train.base.errors import ConfigError
 from forge_train.contract.model import Model
 
-_TAIL = "tail."
-"""Modules that take part in training alone."""
+_BESIDE = ("tail.", "fusion.")
+"""Modules that take part in training alone, or beside the layers."""
 
 
 def layers_of(model: Model) -> dict[int, nn.Module]:
@@ -24,7 +24,7 @@ def layers_of(model: Model) -> dict[int, nn.Module]:
     for part in model.parts:
         for unit in getattr(part, "units", ()):
             number = unit.rpartition(".")[2]
-            if number.isdigit() and not unit.startswith(_TAIL):
+            if number.isdigit() and not unit.startswith(_BESIDE):
                 found[int(number)] = part.get_submodule(unit)
     return found
 

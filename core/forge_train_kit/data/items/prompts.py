@@ -85,7 +85,10 @@ class ItemPrompts:
         """
         ids, learned = np.asarray(marked, np.uint32), np.zeros(len(marked), np.uint8)
         weaver = Weaver(replace(self.fields, folder=folder), self.tokenizer, File(where), self._kept)
-        found = {name: [str(one) if isinstance(one, Path) else one for one in some] for name, some in entries.items()}
+        found = {
+            name: [str(one) if isinstance(one, Path) else one for one in entries.get(name, ())]
+            for name in self.fields.modalities
+        }
         woven = weaver.woven(ids, learned, found, b"", where)
         placed = []
         for one in Table.of(woven.table[0]).items:
