@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..bench import Trials
 from .data import TRIALS as DATA
+from .items import TRIALS as ITEMS
 from .kernel import TRIALS as KERNEL
 from .layers import TRIALS as LAYERS
 from .metrics import TRIALS as METRICS
@@ -11,4 +12,4 @@ from .model import TRIALS as MODEL
 from .optimisation import TRIALS as OPTIMISATION
 from .step import TRIALS as STEP
 
-TRIALS: Trials = {**MODEL, **LAYERS, **KERNEL, **DATA, **STEP, **OPTIMISATION, **METRICS}
+TRIALS: Trials = {**MODEL, **LAYERS, **KERNEL, **DATA, **STEP, **OPTIMISATION, **METRICS, **ITEMS}
