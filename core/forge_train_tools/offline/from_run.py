@@ -17,7 +17,9 @@ from ..configuration.setup import resolve
 from .hf_request import PRESET, kernel_for
 from .opening import setup_of
 
-OF_MODEL = {"build_model", "attention", "feed_forward", "head", "tail", "classes", "tokenizer"}
+OF_MODEL = {
+    *("build_model", "attention", "feed_forward", "modalities", "fusion", "head", "tail", "classes", "tokenizer"),
+}
 """Hooks whose plugins make a model and its tokenizer; what shards or adapts it is the new run's to say."""
 
 
