@@ -14,7 +14,7 @@ from forge_train_kit.capabilities import KernelCapabilities
 
 from .contract import Evaluator, ExtraModel, InitialWeights
 from .heads import Classes, Head, HeadSpec, Tail, Trunk
-from .hf.model import HFAdapter, HFModel
+from .hf.model import HFAdapter, HFAround, HFModel
 from .layers import Attention, AttentionKernel, FeedForward, Layer
 from .losses import LossFunction
 from .modalities import Fusion, FusionSpec, Modality
@@ -126,6 +126,17 @@ def import_hf(config: Mapping[str, Any]) -> HFModel | None:
 @hookspec("questions", asked=None)
 def export_hf(job: Job) -> HFModel | None:
     """Return the layout of this job's model in Hugging Face format, or None."""
+
+
+@hookspec("questions", asked=None)
+def import_hf_around(config: Mapping[str, Any], beside: Mapping[str, Any]) -> HFAround | None:
+    """Return what surrounds the language model in the model with this `config.json`, or None. `beside`: what the
+    folder's other JSON files hold that describe its items, one over the other."""
+
+
+@hookspec("questions", asked=None)
+def export_hf_around(layout: HFModel, job: Job) -> HFModel | None:
+    """Return the layout of this job's whole model in Hugging Face format, given that of its language model, or None."""
 
 
 @hookspec("questions", asked=None)

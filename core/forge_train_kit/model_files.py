@@ -30,9 +30,11 @@ VOCABULARIES = (
     *("vocab.json", "vocab.txt", "tiktoken.model", "qwen.tiktoken", "tekken.json", "tokenizer.model.v3"),
 )
 """Files of which each makes a tokenizer, perhaps with others beside it."""
+ITEMS = ("processor_config.json", "preprocessor_config.json")
+"""Files that describe how images and other items are read; where both say something, the latter counts."""
 NAMES = (
     *(*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json", MODEL_CONFIG),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json", MODEL_CONFIG, *ITEMS),
 )
 TEMPLATES = "additional_chat_templates/*.jinja"
 

@@ -35,6 +35,7 @@ from forge_train_kit.contract import Evaluator
 from forge_train_kit.heads import Classes
 from forge_train_kit.hf import HFModel
 from forge_train_kit.returns import kind_of, results, returned
+from forge_train_kit.state_map import Rename
 from forge_train_kit.stores.elsewhere import CheckpointCopies
 
 SPECS = Specs([])
@@ -186,6 +187,8 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (HFModel([]), "whose `map` is not a StateMap: found a list"),
     ],  # type: ignore[arg-type]
     "export_hf": [({"names": {}}, "found a dict")],
+    "import_hf_around": [(HFModel(Rename({})), "expected an HFAround or None, found an HFModel")],
+    "export_hf_around": [({}, "expected an HFModel or None, found a dict")],
     "export_adapter": [({}, "expected an HFAdapter or None, found a dict")],
     "merge_weights": [([], "expected a StateMap or None, found a list")],
     "initial_weights": [("weights.npz", "expected an InitialWeights or None, found 'weights.npz'")],
@@ -279,6 +282,8 @@ NOT_ASKED = {
     "record_outputs",
     "import_hf",
     "export_hf",
+    "import_hf_around",
+    "export_hf_around",
     "merge_weights",
     "export_adapter",
 }

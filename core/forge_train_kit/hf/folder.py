@@ -17,7 +17,7 @@ from forge_train.base.files import load_json, regular_size
 from forge_train.base.format import format_list
 from forge_train.base.strict_json import parse_json
 from forge_train.store.shards import whole
-from forge_train_kit.model_files import files
+from forge_train_kit.model_files import ITEMS, files
 
 from ..foreign import advice
 from ..format import format_lines
@@ -103,6 +103,13 @@ class Folder:
                 raise ConfigError(f"{path / name}: it is a link to a file that is not there; download it again.")
         raise ConfigError(f"{path}: found neither {SINGLE} nor {INDEX}.{advice(path) or _DOWNLOAD}")
 
+    @property
+    def beside(self) -> dict[str, Any]:
+        """The contents of the files that describe how items are read; empty without any."""
+        return {
+            key: one for name in ITEMS if (self.path / name).is_file() for key, one in table(self.path / name).items()
+        }
+
     def check_sizes(self) -> None:
         """Check that the files are large enough for the described model.
 
@@ -111,8 +118,10 @@ class Folder:
         """
         tensors, values = len(self.tensors), sum(math.prod(entry.shape) for entry in self.tensors.values())
         limits = {**dict.fromkeys(COUNTS, (tensors, "tensors")), **dict.fromkeys(SIZES, (values, "values"))}
-        for key, (most, what) in limits.items():
-            found = self.config.get(key)
+        inner = [one for one in self.config.values() if isinstance(one, Mapping)]  # of the models that it consists of
+        for key, found, (most, what) in (
+            (key, one.get(key), limits[key]) for one in (self.config, *inner) for key in limits
+        ):
             if isinstance(found, int) and found > max(most, HARMLESS):
                 raise ConfigError(f"{self.path / CONFIG}: {key} is {found:,}, but the files hold only {most:,} {what}.")
 

@@ -16,7 +16,7 @@ class HFModel:
 
     Args:
         map: from tensors in Hugging Face layout to Forge's parameters; a tied one is listed once. Export inverts it.
-        config: the `config.json`, for export.
+        config: the `config.json`, for export; for import, that of the language model if it is a part of another.
         sections: plugin name → its configuration, for import.
         leftovers: patterns of extra tensors that files may hold and the model does not need.
         exact: patterns of tensors that an export stores in their own dtype, whatever dtype is requested.
@@ -35,6 +35,35 @@ class HFModel:
     def is_leftover(self, name: str) -> bool:
         """Return True if files may hold a tensor of this name that the model does not need."""
         return any(re.fullmatch(one, name) for one in self.leftovers)
+
+
+@dataclass(frozen=True, slots=True)
+class HFAround:
+    """The surroundings of a language model in a folder that holds several models (`import_hf_around`).
+
+    Args:
+        config: the `config.json` of the language model alone.
+        names: from tensors of the language model in this folder to those that it has alone.
+        model: the rest; its `map` takes no tensor of the language model, and its `others` are maps from other layouts
+            of the whole folder to the one that `names` and `map` describe.
+    """
+
+    config: Mapping[str, Any]
+    names: StateMap
+    model: HFModel
+
+    def whole(self, inner: HFModel) -> HFModel:
+        """The whole folder's model, given its language model."""
+        maps = [(self.names >> one) | self.model.map for one in (inner.map, *inner.others)]
+        first, *others = (*maps, *(older >> one for older in self.model.others for one in maps))
+        return HFModel(
+            map=first,
+            config=self.config,
+            sections={**inner.sections, **self.model.sections},
+            leftovers=(*self.model.leftovers, *(rf"(?:.*\.)?(?:{one})" for one in inner.leftovers)),
+            exact=inner.exact,
+            others=tuple(others),
+        )
 
 
 @dataclass(frozen=True, slots=True)

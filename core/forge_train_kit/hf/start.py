@@ -110,16 +110,28 @@ def described(folder: Folder, hooks: Hooks) -> HFModel | None:
         ConfigError: naming the keys that have no counterpart, or another type.
     """
     try:
-        return hooks.only(hookspecs.import_hf, {"config": folder.config})
+        return imported(folder.config, hooks, folder.beside)
     except ForgeError as error:
         raise ConfigError(f"{folder.path}: {error}") from error
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"{folder.path / CONFIG}: a value has the wrong type: {describe(error)}") from error
 
 
+def imported(config: Mapping[str, Any], hooks: Hooks, beside: Mapping[str, Any] | None = None) -> HFModel | None:
+    """Describe the model of a `config.json`, a language model or one with others around it; None if no plugin does."""
+    around = hooks.only(hookspecs.import_hf_around, {"config": config, "beside": beside or {}})
+    if around is None:
+        return hooks.only(hookspecs.import_hf, {"config": config})
+    inner = hooks.only(hookspecs.import_hf, {"config": around.config})
+    return None if inner is None else around.whole(inner)
+
+
 def exported(job: Job) -> HFModel | None:
     """Describe this job's model in Hugging Face layout; None if no plugin does."""
-    return job.hooks.only(hookspecs.export_hf, {"job": job})
+    inner = job.hooks.only(hookspecs.export_hf, {"job": job})
+    if inner is None:
+        return None
+    return job.hooks.only(hookspecs.export_hf_around, {"layout": inner, "job": job}) or inner
 
 
 def merged(job: Job, stored: Mapping[str, View]) -> Mapping[str, View]:
@@ -179,7 +191,7 @@ def _warn_of_differences(layout: HFModel, job: Job, path: Path) -> None:
     except ConfigError as error:  # a model that no file could describe may still begin with these weights
         log.warning("%s describes another model: %s", path / CONFIG, error)
         return
-    again = job.hooks.only(hookspecs.import_hf, {"config": dict(ours.config)}) if ours is not None else None
+    again = imported(dict(ours.config), job.hooks) if ours is not None else None
     if again is not None:
         here, given = dict(_flat(again.sections, "")), dict(_flat(job.config.values(), ""))
         for key, there in _flat(layout.sections, ""):

@@ -71,7 +71,8 @@ def bring(folder: Folder, request: Request, tokenizer: Path | None = None) -> tu
     layout = described(folder, hooks)
     if layout is None:
         raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
-    longest = folder.config.get("max_position_embeddings", folder.config.get("n_positions"))
+    text = layout.config or folder.config
+    longest = text.get("max_position_embeddings", text.get("n_positions"))
     train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
     tokenizer = tokenizer or folder.path

@@ -82,7 +82,9 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
 def _makers(setup: Setup) -> tuple[set[str], set[str]]:
     """Return the plugins that make a model and its tokenizer, and these with the plugins that they can't do without."""
     enabled = setup.hooks.enabled
-    makers = {name for name, one in enabled.items() if implemented(one.cls) & {*OF_MODEL, "import_hf"}}
+    makers = {
+        name for name, one in enabled.items() if implemented(one.cls) & {*OF_MODEL, "import_hf", "import_hf_around"}
+    }
     slots = {canonical(slot) for name in makers for slot in (*enabled[name].cls.requires, *enabled[name].cls.takes)}
     return makers, makers | {name for name, one in enabled.items() if slots & {name, *one.provides}}
 

@@ -217,6 +217,7 @@ class Decoder(Plugin):
 
         with torch.device("meta"):
             model: Any = self.build_model(job)
+        model.fusion = None  # described by whoever reads items (export_hf_around)
         if (given := job.hooks.gives("head")) == "token_logits":
             own_head.check(job, self.config.logit_divisor, self.config.logit_soft_cap or None)
             return write(self.config, self._vocabulary(job), model, job.config.sections)

@@ -37,7 +37,7 @@ class MarkingTokenizer:
         for number, modality in enumerate(modalities):
             mark = tokenizer.vocabulary + number
             self.marks[mark] = modality.name
-            own = _token(tokenizer, modality.placeholder)
+            own = token_of(tokenizer, modality.placeholder)
             self.fill[modality.name] = own if own is not None else tokenizer.end or 0
             if own is None:
                 self._texts[modality.placeholder] = mark
@@ -95,8 +95,8 @@ class MarkingTokenizer:
         return [self._native.get(id, id) for id in ids] if self._native else list(ids)
 
 
-def _token(tokenizer: Tokenizer, text: str) -> int | None:
-    """The token that stands for a text, and for nothing else."""
+def token_of(tokenizer: Tokenizer, text: str) -> int | None:
+    """The token that stands for a text, and for nothing else; None without one."""
     ids = tokenizer.encode(text)
     if len(ids) != 1:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forge_train_kit import hookspecs
+from forge_train_kit.hf.start import imported
 from forge_train_kit.state_map import Step, View
 from forge_train_kit.state_map.views import Joined, Selected, Stored
 
@@ -41,7 +41,7 @@ def fused(job: Job, layout: HFModel, stored: Mapping[str, View]) -> dict[str, Fu
         layout: of the model.
         stored: its parameters, without updates.
     """
-    read = job.hooks.only(hookspecs.import_hf, {"config": dict(layout.config)})
+    read = imported(dict(layout.config), job.hooks)
     found: dict[str, Fused] = {}
     for one in (layout.map, *((read.map, *read.others) if read is not None else ())):
         step = Step(stored)
