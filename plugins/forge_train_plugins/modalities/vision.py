@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from forge_train import Ge, Gt, Job, Plugin, Problem, hookimpl, section
+from forge_train_kit.hf import HFAround, HFModel
 from forge_train_kit.modalities import Modality
 
 from ._vision.section import VisionSection, check
@@ -15,6 +16,7 @@ class Image(Plugin):
     """Images, cut into patches that a vision transformer encodes (Dosovitskiy et al. 2020, arXiv:2010.11929)."""
 
     api = (1, 0)
+    facts: ClassVar[Mapping[str, Any]] = {"hf.architectures": ("LlavaForConditionalGeneration",)}
     requires = ("fusion",)
     needs: ClassVar[Mapping[str, str]] = {"PIL": "pip install 'forge-train[images]'"}
 
@@ -33,6 +35,19 @@ class Image(Plugin):
         from ._vision.modality import Pictures
 
         return [Pictures(self.config)]
+
+    @hookimpl
+    def import_hf_around(self, config: Mapping[str, Any], beside: Mapping[str, Any]) -> HFAround | None:
+        from ._vision.llava import read
+
+        return read(config, beside)
+
+    @hookimpl
+    def export_hf_around(self, layout: HFModel, job: Job) -> HFModel:
+        from ._vision.llava import write
+        from ._vision.modality import Pictures
+
+        return write(self.config, Pictures(self.config), layout, job)
 
 
 class Video(Plugin):

@@ -88,7 +88,7 @@ def opened(source: ItemSource, config: Video.Config) -> Iterator[Clip]:
         raise ConfigError(f"{source}: is no video that FFmpeg can read ({error.strerror}).") from error
 
 
-def taken(clip: Clip, times: Sequence[float], size: tuple[int, int]) -> NDArray[np.uint8]:
+def taken(clip: Clip, times: Sequence[float], size: tuple[int, int], *, crop: bool = False) -> NDArray[np.uint8]:
     """The frames that are shown at these times, which increase: `[frames, height, width, 3]`, upright and resized.
 
     Raises:
@@ -109,15 +109,15 @@ def taken(clip: Clip, times: Sequence[float], size: tuple[int, int]) -> NDArray[
         if ahead is None and time > (end := clip.time(shown) + _shown_for(stream)) + clip.slack:
             raise ConfigError(f"{clip.source}: is cut short: it ends after {end:.1f} of {clip.seconds:.1f} s.")
         if seen is not shown:
-            seen, pixels = shown, _pixels(shown, size)
+            seen, pixels = shown, _pixels(shown, size, crop=crop)
         found[index] = pixels
     return found
 
 
-def _pixels(frame: av.VideoFrame, size: tuple[int, int]) -> NDArray[np.uint8]:
+def _pixels(frame: av.VideoFrame, size: tuple[int, int], *, crop: bool) -> NDArray[np.uint8]:
     image: Image.Image = frame.to_image()  # type: ignore[no-untyped-call]
     image = image.rotate(round(frame.rotation), expand=True) if round(frame.rotation) % 360 else image
-    return np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC))
+    return np.asarray(reading.resized(image, size, crop=crop))
 
 
 def _shown_for(stream: av.VideoStream) -> float:

@@ -33,7 +33,7 @@ class VisionEncoder(nn.Module):
         """
         super().__init__()
         self.merge, self.temporal = config.merge, temporal or 1
-        self.side = config.size // config.patch if config.fit == "square" else 0
+        self.side = config.size // config.patch if config.fit != "keep" else 0
         self.queries = config.queries
         self.vision = VisionTransformer(config)
         self.connector = connector(config, dim, clips=temporal is not None)

@@ -65,7 +65,7 @@ BLOCK = {
 """Module in a block → its name in both families."""
 
 
-def read(config: Mapping[str, Any], prefix: str = "", layer: int | None = None) -> HFModel:
+def read(config: Mapping[str, Any], prefix: str = "", layer: int | None = None, into: str = "") -> HFModel:
     """Read a `vision_config`: the options of `[image]`, and the map of its tensors to those of an encoder.
 
     Args:
@@ -73,6 +73,7 @@ def read(config: Mapping[str, Any], prefix: str = "", layer: int | None = None) 
         prefix: of the tensors' names, such as `vision_tower.vision_model.`.
         layer: the entry of transformers' `hidden_states` that is taken, such as −2 for the last block but one; None for
             `last_hidden_state`. The blocks after it are left out.
+        into: the prefix of the parameters' names.
 
     Raises:
         ConfigError: naming a key whose value has no counterpart.
@@ -93,6 +94,8 @@ def read(config: Mapping[str, Any], prefix: str = "", layer: int | None = None) 
             f"vision_config: image_size: {given['image_size']} is no multiple of patch_size = {given['patch_size']}."
         )
     layers = given["num_hidden_layers"]
+    if layer is not None and not -layers <= layer + 1 <= layers + 1:
+        raise ConfigError(f"vision_feature_layer: {layer} is not among the {layers} layers of vision_config.")
     used = layers if layer is None else range(layers + 1)[layer]
     options = {
         **{option: given[key] for key, option in SIZES.items()},
@@ -106,7 +109,7 @@ def read(config: Mapping[str, Any], prefix: str = "", layer: int | None = None) 
     leftovers = (r"head\..*", r".*position_ids", *([rf"encoder\.layers\.({left})\..*"] if left else []))
     leftovers += () if options["final_norm"] else (r"post_layernorm\..*",)
     return HFModel(
-        map=tensors(options, prefix),
+        map=tensors(options, prefix, into),
         config=dict(config),
         sections={"image": options},
         leftovers=tuple(prefix.replace(".", r"\.") + one for one in leftovers),
@@ -136,7 +139,7 @@ def write(options: VisionSection) -> dict[str, Any]:
     }
 
 
-def tensors(options: Mapping[str, Any], prefix: str = "") -> StateMap:
+def tensors(options: Mapping[str, Any], prefix: str = "", into: str = "") -> StateMap:
     """The map of a family's tensors to the parameters of a `VisionTransformer` with these options."""
     patch, name = options["patch"], f"{prefix}embeddings.patch_embedding.weight"
     # [dim, colours, rows, columns] of a convolution: a patch's pixels come in reading order, each with its colours
@@ -153,4 +156,4 @@ def tensors(options: Mapping[str, Any], prefix: str = "") -> StateMap:
         names[f"{prefix}embeddings.patch_embedding.bias"] = "patches.bias"
     for theirs, ours in modules.items():
         names |= {f"{prefix}{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
-    return (cut >> Rename({name: "patches.weight"})) | Rename(names)
+    return (cut >> Rename({name: f"{into}patches.weight"})) | Rename({old: into + new for old, new in names.items()})

@@ -54,7 +54,10 @@ class Pictures:
         one = self.config
         with opened(source, one.max_bytes, one.max_pixels) as image:
             size = _size(one, upright(image))
-            return Item(cut(pixels(image, source, size)[None], one.patch, one.merge), _grid(one, 1, *size))
+            return Item(
+                cut(pixels(image, source, size, crop=one.fit == "crop")[None], one.patch, one.merge),
+                _grid(one, 1, *size),
+            )
 
     def positions(self, grid: Grid) -> int:
         frames, height, width = grid
@@ -93,7 +96,7 @@ class Clips:
         one = self.config
         with opened(source, one) as clip:
             size, count = _size(one, clip.size), self._frames(clip.seconds)
-            frames = taken(clip, times(clip.seconds, count), size)
+            frames = taken(clip, times(clip.seconds, count), size, crop=one.fit == "crop")
             return Item(cut(frames, one.patch, one.merge, one.temporal), _grid(one, count, *size))
 
     def positions(self, grid: Grid) -> int:

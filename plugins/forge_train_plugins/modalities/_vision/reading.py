@@ -99,7 +99,7 @@ def upright(image: Image.Image) -> tuple[int, int]:
     return image.size[::-1] if turned else image.size
 
 
-def pixels(image: Image.Image, source: ItemSource, size: tuple[int, int]) -> NDArray[np.uint8]:
+def pixels(image: Image.Image, source: ItemSource, size: tuple[int, int], *, crop: bool = False) -> NDArray[np.uint8]:
     """Decode an image, turn it upright, and resize it: `[height, width, 3]`, red, green and blue.
 
     Transparency is laid over white. 16 bits are divided by 257.
@@ -113,10 +113,25 @@ def pixels(image: Image.Image, source: ItemSource, size: tuple[int, int]) -> NDA
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    image = image.convert("RGB")
-    if image.size != size:
-        image = image.resize(size, Image.Resampling.BICUBIC)
-    return np.asarray(image)
+    return np.asarray(resized(image.convert("RGB"), size, crop=crop))
+
+
+def resized(image: Image.Image, size: tuple[int, int], *, crop: bool) -> Image.Image:
+    """The image with these sides; with `crop`, the middle of the image whose shorter side has as many pixels.
+
+    The middle is resized alone: of a long strip, the whole would not fit into memory.
+    """
+    if image.size == size:
+        return image
+    if not crop:
+        return image.resize(size, Image.Resampling.BICUBIC)
+    starts, stops = [], []
+    for here, side in zip(image.size, size, strict=True):
+        long = side * here // min(image.size)
+        start = (long - side) // 2
+        starts.append(start * here / long)
+        stops.append((start + side) * here / long)
+    return image.resize(size, Image.Resampling.BICUBIC, box=(*starts, *stops))
 
 
 def _in_eight_bits(image: Image.Image, source: ItemSource) -> Image.Image:

@@ -18,9 +18,10 @@ class VisionSection:
     """Side of a patch in pixels."""
     merge: Annotated[int, Gt(0)] = 2
     """Side of the square of patches that becomes one position of the sequence."""
-    fit: Literal["square", "keep"] = "square"
-    """Resize each image to size × size pixels; or keep its aspect, with sides that are multiples of patch · merge,
-    and make it smaller only if it has more than size² pixels."""
+    fit: Literal["square", "crop", "keep"] = "square"
+    """Resize each image to size × size pixels (square); resize it so that its shorter side has size pixels, and cut
+    the middle out (crop); or keep its aspect, with sides that are multiples of patch · merge, and make it smaller
+    only if it has more than size² pixels (keep)."""
     max_pixels: Annotated[int, Gt(0), Le(89_478_485)] = 50_000_000
     """Images with more pixels are refused before they are decoded. Pillow itself stops at 89,478,485."""
     max_bytes: Annotated[int, Gt(0)] = 100_000_000
