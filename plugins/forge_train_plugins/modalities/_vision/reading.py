@@ -125,13 +125,15 @@ def resized(image: Image.Image, size: tuple[int, int], *, crop: bool) -> Image.I
         return image
     if not crop:
         return image.resize(size, Image.Resampling.BICUBIC)
-    starts, stops = [], []
-    for here, side in zip(image.size, size, strict=True):
-        long = side * here // min(image.size)
-        start = (long - side) // 2
-        starts.append(start * here / long)
-        stops.append((start + side) * here / long)
-    return image.resize(size, Image.Resampling.BICUBIC, box=(*starts, *stops))
+    (left, right), (top, bottom) = (_middle(*one, min(image.size)) for one in zip(image.size, size, strict=True))
+    return image.resize(size, Image.Resampling.BICUBIC, box=(left, top, right, bottom))
+
+
+def _middle(here: int, side: int, shorter: int) -> tuple[float, float]:
+    """Of a side of the image, the part that becomes `side` pixels once the shorter one is resized to as many."""
+    long = side * here // shorter
+    start = (long - side) // 2
+    return start * here / long, (start + side) * here / long
 
 
 def _in_eight_bits(image: Image.Image, source: ItemSource) -> Image.Image:
