@@ -24,6 +24,7 @@ from forge_train_tools.generation.generate import Generation, generate
 from forge_train_tools.generation.rows import TextRow
 from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.inference.layers import layers_of as numbered
+from forge_train_tools.offline.huggingface import export_checkpoint
 
 SIZES = (2, 5, 3)
 
@@ -234,3 +235,9 @@ def test_the_layers_of_encoders_are_none_of_the_models(trained: Path, tmp_path: 
 def test_training_without_items_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny_models.trained(tmp_path, plugins=("items_data:Scans",))
     assert caplog.text.count("The data gives no 'scan': its encoder learns nothing") == 1
+
+
+def test_an_export_without_a_place_for_the_encoder_is_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no place for(?s:.)*fusion\.enter\.encoders\.scan\."):
+        export_checkpoint(trained, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
