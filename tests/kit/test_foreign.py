@@ -146,7 +146,7 @@ class TestMegatron:
         refused("corpus.bin is truncated or not of uint16: its 19 bytes", index)
         index.with_suffix(".bin").unlink()
         refused("corpus.bin can't be read: No such file", index)
-        refused("multimodal", megatron(tmp_path / "pictures", modes=True))
+        refused("several modalities", megatron(tmp_path / "pictures", modes=True))
         refused("holds no tokens", megatron(tmp_path / "empty", []))
 
     def test_opens_an_index_of_10_million_documents_at_once(self, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class Scripted(nn.Module):
 def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **values: Any) -> Completion:
     tokenizer = tokenizer or ByteTokenizer()
     task = SimpleNamespace(outputs=lambda part, hidden, batch: hidden)
-    answers = {"tokenizer": tokenizer, "task": task, "intervene": []}
+    answers = {"tokenizer": tokenizer, "task": task, "intervene": [], "modalities": []}
     hooks = SimpleNamespace(provider={"tokenizer": "text"}.get, call=lambda spec, _: answers[spec.name])
     hooks.gives = lambda slot: "token_logits"
     dist = DistributedContext(Layout(), torch.device("cpu"))

@@ -85,17 +85,30 @@ def with_kernels(part: nn.Module, ranks: int) -> dict[str, Any]:
     """
     found = {name: module for name, module in part.named_modules() if callable(getattr(module, "kernel", None))}
     carried = {**found, **with_recurrences(part)}
-    declare: Callable[[], Mapping[str, str]] = getattr(part, "tensor_plan", dict)
-    plan = declare()
-    alone = tuple(f"{name}." for name, style in plan.items() if style == "sequence")
-    for unit in getattr(part, "units", ()):
-        if not f"{unit}.".startswith(alone) and not any(f"{name}.".startswith(f"{unit}.") for name in carried):
+    bare = [
+        unit
+        for unit in getattr(part, "units", ())
+        if not any(f"{name}.".startswith(f"{unit}.") for name in carried)
+    ]
+    alone = _on_each_token(part) if bare else ()
+    for unit in bare:
+        if not f"{unit}.".startswith(alone):
             raise ConfigError(
                 f"parallel.cp = {ranks}: {unit} ({type(part.get_submodule(unit)).__name__}) shows no attention kernel "
                 "(`.kernel`) and no `.recurrence`, so that nothing would carry a sequence from one rank's slice to the "
                 "next. Set parallel.cp = 1."
             )
     return found
+
+
+def _on_each_token(part: nn.Module) -> tuple[str, ...]:
+    """The beginnings of names of modules that work on each token alone; none for a model without a plan."""
+    declare: Callable[[], Mapping[str, str]] = getattr(part, "tensor_plan", dict)
+    try:
+        plan = declare()
+    except TypeError:  # a class that declares none
+        return ()
+    return tuple(f"{name}." for name, style in plan.items() if style == "sequence")
 
 
 def with_recurrences(part: nn.Module) -> dict[str, Any]:
