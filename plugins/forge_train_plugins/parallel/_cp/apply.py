@@ -86,9 +86,7 @@ def with_kernels(part: nn.Module, ranks: int) -> dict[str, Any]:
     found = {name: module for name, module in part.named_modules() if callable(getattr(module, "kernel", None))}
     carried = {**found, **with_recurrences(part)}
     bare = [
-        unit
-        for unit in getattr(part, "units", ())
-        if not any(f"{name}.".startswith(f"{unit}.") for name in carried)
+        unit for unit in getattr(part, "units", ()) if not any(f"{name}.".startswith(f"{unit}.") for name in carried)
     ]
     alone = _on_each_token(part) if bare else ()
     for unit in bare:
