@@ -241,3 +241,23 @@ def test_an_export_without_a_place_for_the_encoder_is_refused(trained: Path, tmp
     with pytest.raises(ConfigError, match=r"no place for(?s:.)*fusion\.enter\.encoders\.scan\."):
         export_checkpoint(trained, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        ("decoder.rope.scaling=dynamic", "decoder.rope.factor=4"),
+        ("decoder.rope.scaling=longrope", "decoder.rope.short=[1,1,1,1]", "decoder.rope.long=[2,2,2,2]"),
+    ],
+)
+def test_a_model_that_reads_its_text_again_does_not_lose_items_in_silence(
+    scans: Path, scaling: tuple[str, ...]
+) -> None:
+    """From the second forward on, it would read placeholders as if they were tokens."""
+    values = ("tokenizer.path=bytes", "decoder.rope.original_sequence=8", *scaling)
+    job, model = tiny_models.composed(*values, plugins=("items_data:Scans",))
+    given = rows(job, scans)
+    with pytest.raises(ConfigError, match="reads its whole text again as it grows, and can't keep images"):
+        list(run(job, model, iter(given[:1]), slots=1))
+    (text,) = run(job, model, iter(rows(job, scans)[1:2]), slots=1)
+    assert text.done

@@ -18,7 +18,6 @@ from forge_train.plugin.job import Job
 from forge_train_kit.data.items import PromptItems, RowItems, padded
 from forge_train_kit.enabled_modalities import enabled_modalities
 
-from ..offline.logits import continues
 from .drafting import Drafts, Guessing, chosen
 from .forwards import Call, Forwards
 from .memory import Memory, OneByOne, memory_for
@@ -148,11 +147,6 @@ class _Run:
         most = max(len(replica.waiting) for replica in self._replicas)
         if not most:
             return
-        if not continues(self._job) and any(_items(row) for one in self._replicas for row in one.waiting):
-            raise ConfigError(
-                "A model that reads its whole text for each token can't keep images or other items; use an attention "
-                "kernel with offsets."
-            )
         if self._memory is None:
             places, longest = max(len(self._mine.waiting), 1), max(map(_length, self._mine.waiting), default=1)
             if self._drafts:
@@ -175,11 +169,20 @@ class _Run:
         yield from self._chosen(begun, found)
 
     def _with_items(self, call: Call, row: Row | None) -> Call:
-        """The first forward of a row with its items. All ranks run the encoders, whichever have some."""
+        """The first forward of a row with its items. All ranks run the encoders, whichever have some.
+
+        Raises:
+            ConfigError: the row has items, and no cache that would keep what they gave.
+        """
         if not self._modalities:
             return call
         length = call.ids.shape[1]
         items = _items(row) if row else None
+        if items and items.placed and call.caches is None:
+            raise ConfigError(
+                "This model reads its whole text again as it grows, and can't keep images or other items: it needs "
+                "attention with a cache, a kernel with offsets, and positions that do not change with the length."
+            )
         none = {name: RowItems.none(one.features, length) for name, one in self._modalities.items()}
         found = items.read(length) if items else none
         extras = {name: torch.from_numpy(one).to(self._job.device) for name, one in padded([found]).items()}

@@ -178,6 +178,8 @@ class Transformer(nn.Module):
             raise ValueError(f"the model supports at most {self.max_sequence} tokens, but {length} were requested")
         caches = {index: _new_cache(layer.attention, batch, length) for index, layer in self.layers.items()}
         caches = renewed(caches, [layer.attention for layer in self.layers.values()], length)
+        if self.fusion is not None and isinstance(caches, RenewedCaches):
+            raise TypeError("its caches start again from token ids, and items are none")
         return with_cache(caches, self.fusion)
 
     def new_slots(self, slots: Slots) -> dict[str, Any]:
