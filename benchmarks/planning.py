@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -54,12 +55,25 @@ def planned(world: int, plugins: str, config: Mapping[str, object]) -> tuple[Any
     command = [sys.executable, "-m", "forge_train_cli", "plan", "--world", str(world), "-p", plugins, "--json"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
-        out = (os.POSIX_SPAWN_OPEN, 1, str(file), os.O_WRONLY | os.O_CREAT, 0o600)
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = os.posix_spawn(sys.executable, [*command, "--device", "h100", *sets], environment, file_actions=[out])
-        _, status, usage = os.wait4(process, 0)
-        if code := os.waitstatus_to_exitcode(status):
+        # The peak of a process begins with that of the one that started it (Linux), which here may be a test session.
+        ended = subprocess.run(
+            [sys.executable, __file__, file, *command, "--device", "h100", *sets], stdout=subprocess.PIPE, check=True
+        )
+        code, seconds, peak = json.loads(ended.stdout)
+        if code:
             raise RuntimeError(f"forge plan ended with {code}")
-        unit = 1 if sys.platform == "darwin" else 1024
         made = json.loads(file.read_text(encoding="utf-8"))
-    return made, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit / 1e9
+    return made, seconds, peak / 1e9
+
+
+def used(file: str, *command: str) -> tuple[int, float, int]:
+    """The exit code of a command that prints into a file, its CPU seconds, and the peak of its memory in bytes."""
+    out = (os.POSIX_SPAWN_OPEN, 1, file, os.O_WRONLY | os.O_CREAT, 0o600)
+    process = os.posix_spawn(command[0], command, os.environ | {"OMP_NUM_THREADS": "1"}, file_actions=[out])
+    _, status, usage = os.wait4(process, 0)
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, peak
+
+
+if __name__ == "__main__":
+    print(json.dumps(used(*sys.argv[1:])))
