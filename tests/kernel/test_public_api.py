@@ -174,6 +174,14 @@ def test_throughput_leaves_evaluations_and_checkpoints_out(tmp_path: Path, monke
         assert line["memory_gib"] > 0.01
 
 
+def test_memory_is_that_of_this_process_alone() -> None:
+    """Not of the one that started it, with whose peak a new process begins on Linux."""
+    own = "import torch; from forge_train.step.aggregate import memory_gib; print(memory_gib(torch.device('cpu')))"
+    large = f"import subprocess, sys; kept = b'x' * 2**30; subprocess.run([sys.executable, '-c', {own!r}], check=True)"
+    ended = subprocess.run([sys.executable, "-c", large], capture_output=True, text=True, check=True)
+    assert 0.01 < float(ended.stdout) < 0.9
+
+
 def test_mfu_where_a_peak_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch import nn
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -226,5 +227,8 @@ def memory_gib(device: torch.device) -> float:
     """Peak memory: of the device's tensors on CUDA, of the whole process elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    if (status := Path("/proc/self/status")).exists() and "VmHWM:" in (text := status.read_text()):
+        # `ru_maxrss` would begin with the memory of what started this process: a notebook, say.
+        return int(text.split("VmHWM:")[1].split()[0]) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
