@@ -50,6 +50,10 @@ class Item:
 class Modality(Protocol):
     """`modalities`: one kind of item, such as images. Every item of a kind takes part in a batch as patches.
 
+    It may declare `spread(grid)`, numbers of an item's feature vectors along time, height and width, which come in
+    reading order: models whose positions have three axes (M-RoPE) ask for it. None, or no such method, stands for
+    vectors that count like tokens.
+
     It is pickled where data is read by processes, so it holds options, not tensors.
     """
 

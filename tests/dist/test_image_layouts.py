@@ -15,6 +15,7 @@ from forge_train_tools.testing import Verifier
 pytestmark = [pytest.mark.dist]
 
 FROZEN = {"freeze.parameters": ["fusion.enter.encoders.image.vision.*"]}
+SECTIONS = {"decoder.rope.sections": [2, 1, 1]}
 CELLS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "fsdp2, ac": (("fsdp2", "ac"), {}, {"image.positions": "rotary"}),
     "fsdp2, frozen": (("fsdp2",), {}, FROZEN),
@@ -22,9 +23,12 @@ CELLS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "cp2": (("cp", "fsdp2"), {"parallel.cp": 2}, {}),
     "pp2": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, {"image.positions": "sines"}),
     "fsdp2, one size": (("fsdp2",), {}, SQUARE),
+    "cp2, three axes": (("cp", "fsdp2"), {"parallel.cp": 2}, SECTIONS),
+    "tp2, three axes, ac": (("tp", "ac"), {"parallel.tp": 2}, SECTIONS),
+    "pp2, three axes": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, SECTIONS),
     "pp2, frozen": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, FROZEN),
 }
-EXTENDED = ("cp2", "fsdp2, one size", "pp2", "pp2, frozen")
+EXTENDED = ("cp2", "fsdp2, one size", "pp2", "pp2, frozen", "tp2, three axes, ac", "pp2, three axes")
 """tests/dist/test_modality_layouts.py has these axes."""
 
 

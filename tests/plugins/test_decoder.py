@@ -157,6 +157,13 @@ def problems(sequence: int = 16, **values: Any) -> list[str]:
         ({"rope": Rope(scaling="yarn", factor=2.0)}, "decoder.rope.original_sequence"),
         ({"rope": Rope(scaling="llama3", factor=2.0, original_sequence=8, low=4.0)}, "decoder.rope.low"),
         ({"rope": Rope(scaling="yarn", factor=2.0, original_sequence=8, low=4.0)}, None),
+        ({"rope": Rope(sections=(1, 2, 1))}, None),
+        ({"rope": Rope(sections=(1, 2, 2))}, "decoder.rope.sections"),
+        ({"rope": Rope(sections=(2, 2))}, "decoder.rope.sections"),
+        (
+            {"rope": Rope(scaling="dynamic", factor=2.0, original_sequence=16, sections=(1, 2, 1))},
+            "decoder.rope.sections",
+        ),
     ],
 )
 def test_values_that_do_not_fit_each_other(values: dict[str, Any], key: str | None) -> None:

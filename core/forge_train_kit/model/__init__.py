@@ -23,10 +23,11 @@ from .declare import TensorStyle, depth_scaled, elements_trained, flops_per_toke
 from .dropout import Dropout
 from .dtypes import dtype_borders
 from .in_sequence import Enter, InSequence
+from .item_positions import ITEM_POSITIONS, ItemPositions, Shift, SlotShift
 from .kinds import Kinds, Note, Rows
 from .log_probabilities import answers_of, row_log_probabilities, token_log_probabilities
 from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_pooling, sum_of_slices
-from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
+from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, SectionedRoPE, YarnScaling
 from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .samples import gather_samples
 from .slots import PositionMemory, RowMemory, SlotCache, Slots, filled
@@ -35,6 +36,7 @@ from .tiled import LargestLogit, TiledAttention
 from .updates import trained_beside, updated_already, without_updates
 
 __all__ = [
+    "ITEM_POSITIONS",
     "POOLING",
     "AttentionDropout",
     "Dropout",
@@ -43,6 +45,7 @@ __all__ = [
     "Embedding",
     "Enter",
     "InSequence",
+    "ItemPositions",
     "KVCache",
     "Kinds",
     "LargestLogit",
@@ -62,7 +65,10 @@ __all__ = [
     "RowMemory",
     "Rows",
     "Scaling",
+    "SectionedRoPE",
+    "Shift",
     "SlotCache",
+    "SlotShift",
     "Slots",
     "TensorStyle",
     "TiledAttention",

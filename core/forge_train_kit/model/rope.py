@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,7 +74,7 @@ class RoPE(nn.Module):
         self.cos, self.sin = angles.cos() * factor, angles.sin() * factor
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Rotate `x [batch, sequence, heads, head_dim]`; `positions [batch, sequence]` int64, 0, 1, … by default.
+        """Rotate `x [batch, sequence, heads, head_dim]`; `position_ids [batch, sequence]` int64, 0, 1, … by default.
 
         Raises:
             ValueError: if the sequence is longer than the tables.
@@ -83,7 +84,7 @@ class RoPE(nn.Module):
                 raise ValueError(f"RoPE was made for {self.length} positions; the sequence has {x.shape[1]}.")
             cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
         elif torch.is_grad_enabled() or x.shape[-1] > self.head_dim:
-            cos, sin = self.cos[position_ids].unsqueeze(-2), self.sin[position_ids].unsqueeze(-2)
+            cos, sin = (one.unsqueeze(-2) for one in self._at(position_ids))
         else:
             wide_cos, wide_sin = self._shared(position_ids, id(self.cos), lambda: self._wide(position_ids))
             turned = x.float() * wide_cos
@@ -93,11 +94,50 @@ class RoPE(nn.Module):
 
     def _wide(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin for all features, with the signs of the formula: the same numbers, in fewer operations."""
-        cos, sin = self.cos[position_ids], self.sin[position_ids]
+        cos, sin = self._at(position_ids)
         return torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
+
+    def _at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions `[…]`, `[…, head_dim / 2]` each."""
+        return self.cos[position_ids], self.sin[position_ids]
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, length={self.length}, theta={self.theta}, scaling={self.scaling}"
+
+
+class SectionedRoPE(RoPE):
+    """`RoPE` whose pairs of features follow different axes of a position (M-RoPE, arXiv:2409.12191, §2.1).
+
+    Of positions `[batch, sequence, 3]`, such as `ItemPositions` gives, the first section of pairs is turned by the
+    first number, and so on. Positions `[batch, sequence]` turn all pairs, as in `RoPE`.
+
+    Args:
+        head_dim: number of rotated features.
+        sections: pairs of features for each axis; head_dim / 2 in all.
+        length: positions 0…length − 1 can be rotated.
+        theta: the base of the frequencies.
+        scaling: stretches them.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        sections: Sequence[int],
+        *,
+        length: int,
+        theta: float = 10_000.0,
+        scaling: Scaling | None = None,
+    ) -> None:
+        super().__init__(head_dim, length=length, theta=theta, scaling=scaling)
+        self.sections = list(sections)
+
+    def _at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if position_ids.dim() == 2:
+            return super()._at(position_ids)
+        each = [position_ids[..., axis] for axis in range(len(self.sections))]
+        parts = ([*zip(torch.split(one, self.sections, -1), each, strict=True)] for one in (self.cos, self.sin))
+        cos, sin = (torch.cat([part[ids] for part, ids in one], -1) for one in parts)
+        return cos, sin
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -40,13 +40,14 @@ def stages(setup: Setup, world: int) -> list[Stage]:
     layout, hooks = Layout.of(setup.config.parallel, world), setup.hooks
     with imagined(layout, World(size=world)) as dist:
         job = Job.of(setup.config, hooks, ReadOnlyRun(Path()), dist)
-        found = [Stage(stage, name, text) for name, told in data_stages(job) for stage, text in told]
+        told = data_stages(job)
+        found = [Stage(stage, name, text) for name, lines in told for stage, text in lines]
     if wrong := next((one for one in found if one.stage not in STAGES), None):
         raise PluginError(
             f"{hooks.whose('data_stages', wrong.plugin)}: there is no stage {wrong.stage!r}; stages are "
             f"{', '.join(STAGES)}."
         )
-    tellers, provider = {one.plugin for one in found}, hooks.provider("build_data") or ""
+    tellers, provider = {name for name, _ in told}, hooks.provider("build_data") or ""
     if provider not in tellers:
         found.append(Stage("source", provider, "does not describe its data (data_stages)"))
     tokenizer = hooks.provider("tokenizer")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import ConfigError, Ge, Gt, Le, Lt, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Le, Lt, Plugin, PrepareStep, Problem, hookimpl, section
 from forge_train_kit import hookspecs
 from forge_train_kit.capabilities import KernelCapabilities
 from forge_train_kit.facts import ARCHITECTURES
@@ -31,6 +31,10 @@ class Rope:
     """Base of the frequencies in layers with a window, where `scaling` is not applied; 0 rotates all layers alike."""
     theta: Annotated[float, Gt(1)] = 10_000.0
     """Base of the frequencies."""
+    sections: tuple[Annotated[int, Ge(0)], ...] = ()
+    """Pairs of a head's features that are rotated by time, by row and by column of an item's vectors, such as
+    [16, 24, 24] (M-RoPE, arXiv:2409.12191, §2.1); tokens have three equal positions. Empty rotates all pairs by the
+    position in the sequence."""
     scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = "none"
     """Scaling of the frequencies; each option below names the scalings that read it."""
     factor: Annotated[float, Ge(1)] = 1.0
@@ -174,6 +178,20 @@ class Decoder(Plugin):
         from ._decoder.build import build
 
         return build(self.config, self._vocabulary(job), job)
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> PrepareStep | None:
+        if not self.config.rope.sections:
+            return None
+        from ._decoder.build import item_positions
+
+        found = item_positions(self.config, job)
+        return None if found is None else PrepareStep(lambda batches: [found.prepared(one) for one in batches])
+
+    @hookimpl
+    def data_stages(self, job: Job) -> list[tuple[str, str]]:
+        changes = self.prepare_batch(job) is not None
+        return [("map", "positions of items along time, height and width (decoder.rope.sections)")] if changes else []
 
     @hookimpl
     def on_start(self, job: Job, model: Model) -> None:

@@ -28,6 +28,12 @@ def _grid(config: VisionSection, frames: int, width: int, height: int) -> Grid:
     return frames, height // config.patch, width // config.patch
 
 
+def _spread(config: VisionSection, grid: Grid, temporal: int) -> Grid | None:
+    """Vectors along each axis; None for those of queries, which stand for the whole item."""
+    frames, height, width = grid
+    return None if config.queries else (frames // temporal, height // config.merge, width // config.merge)
+
+
 @dataclass
 class Pictures:
     """Images: RGB patches of uint8."""
@@ -62,6 +68,9 @@ class Pictures:
     def positions(self, grid: Grid) -> int:
         frames, height, width = grid
         return self.config.queries or frames * height * width // self.config.merge**2
+
+    def spread(self, grid: Grid) -> Grid | None:
+        return _spread(self.config, grid, 1)
 
     def encoder(self, dim: int) -> Encoder:
         from .encoder import VisionEncoder
@@ -102,6 +111,9 @@ class Clips:
     def positions(self, grid: Grid) -> int:
         frames, height, width = grid
         return self.config.queries or frames * height * width // (self.config.merge**2 * self.config.temporal)
+
+    def spread(self, grid: Grid) -> Grid | None:
+        return _spread(self.config, grid, self.config.temporal)
 
     def encoder(self, dim: int) -> Encoder:
         from .encoder import VisionEncoder

@@ -16,6 +16,7 @@ from forge_train_kit.model import (
     Dropout,
     DynamicRoPE,
     Embedding,
+    ItemPositions,
     LayerNorm,
     LengthRoPE,
     LinearScaling,
@@ -25,6 +26,7 @@ from forge_train_kit.model import (
     RMSNorm,
     RoPE,
     Scaling,
+    SectionedRoPE,
     YarnScaling,
     depth_scaled,
 )
@@ -127,7 +129,15 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         tail=hookspecs.tail(trunk, job) if job.hooks.provider("tail") else None,
     )
     model.fusion = _fusion(config, spec_of(0, config.layers), model, job)
+    model.item_positions = item_positions(config, job)
     return model
+
+
+def item_positions(config: Decoder.Config, job: Job) -> ItemPositions | None:
+    """Gives positions along three axes; None if nothing rotates by them, or no item has a position for each vector."""
+    if not config.rope.sections or not (modalities := enabled_modalities(job)):
+        return None
+    return ItemPositions(modalities) if job.hooks.gives("fusion") == "features" else None
 
 
 def _fusion(config: Decoder.Config, layer: Layer, model: Transformer, job: Job) -> Fusion | None:
@@ -163,7 +173,7 @@ def _ropes(config: Decoder.Config) -> tuple[RoPE | LengthRoPE, RoPE | LengthRoPE
     plain = _rope(rope, features, config.max_sequence)
     if not rope.window_theta:
         return plain, plain
-    return plain, RoPE(features, length=config.max_sequence, theta=rope.window_theta)
+    return plain, _sectioned(rope, features, config.max_sequence, rope.window_theta, None)
 
 
 def _rope(rope: Rope, features: int, length: int) -> RoPE | LengthRoPE:
@@ -181,7 +191,13 @@ def _rope(rope: Rope, features: int, length: int) -> RoPE | LengthRoPE:
             long=rope.long,
             attention_factor=rope.temperature,
         )
-    return RoPE(features, length=length, theta=rope.theta, scaling=scaling(rope))
+    return _sectioned(rope, features, length, rope.theta, scaling(rope))
+
+
+def _sectioned(rope: Rope, features: int, length: int, theta: float, scaling: Scaling | None) -> RoPE:
+    if not rope.sections:
+        return RoPE(features, length=length, theta=theta, scaling=scaling)
+    return SectionedRoPE(features, rope.sections, length=length, theta=theta, scaling=scaling)
 
 
 def _ties(head: Head, embedding: Embedding) -> bool:

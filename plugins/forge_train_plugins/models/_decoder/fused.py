@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_train_kit.model import Slots
+from forge_train_kit.model import ITEM_POSITIONS, ItemPositions, Shift, Slots, SlotShift
+
+SHIFT = "shift"
+"""The entry of a cache beside those of layers."""
 
 
 def features(fusion: Any, items: Mapping[str, Tensor], cache: Mapping[str, Any] | None, tokens: int) -> dict[str, Any]:
@@ -26,12 +29,46 @@ def features(fusion: Any, items: Mapping[str, Tensor], cache: Mapping[str, Any] 
     return {**items, **fusion.features(cache=cache["fusion"], tokens=tokens, **items)}
 
 
-def with_cache(caches: dict[str, Any], fusion: Any, slots: Slots | None = None) -> dict[str, Any]:
-    """The layers' caches, and the fusion's.
+def layer_positions(
+    axes: ItemPositions | None,
+    items: dict[str, Tensor],
+    position_ids: Tensor | None,
+    document_ids: Tensor | None,
+    cache: Mapping[str, Any] | None,
+) -> Tensor | None:
+    """The positions by which layers rotate: those given, or along three axes, `[batch, sequence, 3]`.
+
+    Args:
+        axes: of a model whose rotations follow them.
+        items: extras of the batch; prepared positions are taken out.
+        position_ids: of this forward.
+        document_ids: of this forward.
+        cache: of the model's part, while text is generated.
+    """
+    prepared = items.pop(ITEM_POSITIONS, None)
+    if axes is None or prepared is not None:
+        return position_ids if prepared is None else prepared
+    shift = cache[SHIFT] if cache else None
+    before = 0 if shift is None else shift.get()
+    position_ids = position_ids if position_ids is None else position_ids + before
+    found = axes(items, position_ids, document_ids)
+    if found is None:
+        return position_ids
+    if shift is not None:
+        shift.put(before + found[1])
+    return found[0]
+
+
+def with_cache(
+    caches: dict[str, Any], fusion: Any, axes: ItemPositions | None, slots: Slots | None = None
+) -> dict[str, Any]:
+    """The layers' caches, the fusion's, and what items change of later positions.
 
     Raises:
-        TypeError: if it has none.
+        TypeError: if the fusion has none.
     """
+    if axes is not None:
+        caches[SHIFT] = Shift() if slots is None else SlotShift(slots)
     if not hasattr(fusion, "features") or not fusion.layers:
         return caches
     make = "new_cache" if slots is None else "new_slots"

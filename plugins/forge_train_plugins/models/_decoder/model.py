@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from forge_train.base.format import format_list
 from forge_train_kit.layers import Attention, FeedForward
-from forge_train_kit.model import Slots, TensorStyle, flops_per_token
+from forge_train_kit.model import ItemPositions, Slots, TensorStyle, flops_per_token
 
-from .fused import beside, features, with_cache
-from .renewed import RenewedCaches, renewed, slots_of
+from .fused import beside, features, layer_positions, with_cache
+from .renewed import RenewedCaches, new_caches, renewed, slots_of
 
 
 class Block(nn.Module):
@@ -116,6 +116,7 @@ class Transformer(nn.Module):
         self.positions: nn.Module | None = positions
         self.embedding_dropout = dropout
         self.fusion: Any = None
+        self.item_positions: ItemPositions | None = None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
         self.tail: Any = tail
@@ -153,6 +154,7 @@ class Transformer(nn.Module):
         if cache and position_ids is None:
             x = cache.take(x) if isinstance(cache, RenewedCaches) else x
             position_ids = self._next_positions(x, cache)
+        turned_by = layer_positions(self.item_positions, items, position_ids, document_ids, cache)
         if self.embedding is not None:
             ids, x = x, self.embedding(x)
             x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
@@ -163,9 +165,9 @@ class Transformer(nn.Module):
         more = features(self.fusion, items, cache, 0 if position_ids is None else position_ids.shape[1])
         for index, layer in self.layers.items():
             x = self.fusion.layers[index](x, **more) if index in joined else x
-            x = layer(x, position_ids, document_ids, cache[index] if cache else None)
+            x = layer(x, turned_by, document_ids, cache[index] if cache else None)
         x = x if self.norm is None else self.norm(x)
-        return self.tail(x, position_ids, document_ids) if self.training and self.tail is not None else x
+        return self.tail(x, turned_by, document_ids) if self.training and self.tail is not None else x
 
     def new_cache(self, batch: int, length: int) -> dict[str, Any]:
         """An empty cache for each layer, for `batch` sequences of at most `length` tokens.
@@ -176,11 +178,11 @@ class Transformer(nn.Module):
         """
         if length > self.max_sequence:
             raise ValueError(f"the model supports at most {self.max_sequence} tokens, but {length} were requested")
-        caches = {index: _new_cache(layer.attention, batch, length) for index, layer in self.layers.items()}
-        caches = renewed(caches, [layer.attention for layer in self.layers.values()], length)
+        attention = {index: layer.attention for index, layer in self.layers.items()}
+        caches = renewed(new_caches(attention, batch, length), [*attention.values()], length)
         if self.fusion is not None and isinstance(caches, RenewedCaches):
             raise TypeError("its caches start again from token ids, and items are none")
-        return with_cache(caches, self.fusion)
+        return with_cache(caches, self.fusion, self.item_positions)
 
     def new_slots(self, slots: Slots) -> dict[str, Any]:
         """A cache for each layer, for rows that are generated side by side; a forward with it is given positions.
@@ -190,7 +192,8 @@ class Transformer(nn.Module):
             ValueError: if rows may be longer than `max_sequence`.
         """
         attention = {index: layer.attention for index, layer in self.layers.items()}
-        return with_cache(slots_of(attention, slots, self.max_sequence), self.fusion, slots)
+        caches = slots_of(attention, slots, self.max_sequence)
+        return with_cache(caches, self.fusion, self.item_positions, slots)
 
     def _next_positions(self, x: Tensor, cache: Mapping[str, Any]) -> Tensor:
         start = next(iter(cache.values())).length
@@ -276,12 +279,6 @@ def _places(ids: Tensor, position_ids: Tensor | None) -> Tensor:
 
 def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
     return iter(()) if module is None else module.named_parameters()
-
-
-def _new_cache(attention: Any, batch: int, length: int) -> Any:
-    if not hasattr(attention, "new_cache"):
-        raise TypeError(f"{type(attention).__name__} can't generate: it has no cache for keys and values (new_cache)")
-    return attention.new_cache(batch, length)
 
 
 def _plan(module: Any) -> Mapping[str, TensorStyle]:

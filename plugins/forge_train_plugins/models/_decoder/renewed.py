@@ -35,6 +35,17 @@ class RenewedCaches(dict[str, Any]):
         return self._ids
 
 
+def new_caches(attention: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
+    """The caches of all layers.
+
+    Raises:
+        TypeError: if a layer has none.
+    """
+    if lacking := next((type(one).__name__ for one in attention.values() if not hasattr(one, "new_cache")), ""):
+        raise TypeError(f"{lacking} can't generate: it has no cache for keys and values (new_cache)")
+    return {index: one.new_cache(batch, length) for index, one in attention.items()}
+
+
 def renewed(caches: dict[str, Any], attention: Sequence[Any], length: int) -> dict[str, Any]:
     """The same caches, or ones that start again, if the positions need it.
 

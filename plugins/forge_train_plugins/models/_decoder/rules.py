@@ -75,6 +75,12 @@ def check(config: Decoder.Config, run: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "decoder.rope.fraction", f"must rotate an even number of features, found {features} of {head_dim(config)}."
         )
+    if (sections := config.rope.sections) and (len(sections), sum(sections)) != (3, rotated_features(config) // 2):
+        yield Problem(
+            "decoder.rope.sections",
+            f"expected three numbers whose sum is the {rotated_features(config) // 2} rotated pairs of a head's "
+            f"features, found {list(sections)}.",
+        )
     if config.heads % kv_heads(config):
         yield Problem("decoder.kv_heads", f"{config.kv_heads} does not divide decoder.heads ({config.heads}).")
     if sequence > config.max_sequence:
@@ -120,6 +126,8 @@ def _check_by_length(config: Decoder.Config, run: RunConfig) -> Iterator[Problem
     rope, features = config.rope, rotated_features(config)
     if rope.scaling not in ("dynamic", "longrope"):
         return
+    if rope.sections:
+        yield Problem("decoder.rope.sections", f"can't be combined with scaling = {rope.scaling!r}.")
     if rope.scaling == "dynamic" and features == 2:
         yield Problem("decoder.rope.scaling", "'dynamic' needs more than two rotated features.")
     for key in ("short", "long") if rope.scaling == "longrope" else ():
