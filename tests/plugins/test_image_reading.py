@@ -87,6 +87,12 @@ def test_kinds_of_pixels_look_as_they_should(tmp_path: Path) -> None:
     assert np.abs(seen(tmp_path / "cmyk.jpg").astype(int) - (0, 255, 0)).max() <= 3
 
 
+def test_the_name_of_a_file_does_not_say_its_format(tmp_path: Path) -> None:
+    picture = noise(16, 16, 3)
+    Pillow.fromarray(picture).save(tmp_path / "a.jpg", format="PNG")
+    assert (seen(tmp_path / "a.jpg") == picture).all()
+
+
 def test_16_bits_of_colour_keep_their_range(tmp_path: Path) -> None:
     rows = np.zeros((16, 16, 3), ">u2")
     rows[:8] = (0xFFFF, 0x8080, 0)

@@ -138,6 +138,59 @@ def test_the_top_of_a_turned_clip_is_its_left(tmp_path: Path) -> None:
     assert (shown[:, 2:] < 15).all()
 
 
+@pytest.mark.parametrize(("ending", "codec"), [("mkv", "libx264"), ("mp4", "mpeg4"), ("webm", "libvpx")])
+def test_frames_that_last_unequally_are_found_by_their_times(tmp_path: Path, ending: str, codec: str) -> None:
+    """Frames are shown from 0, 0.1, 0.2, 2, 2.1 and 3.9 s on; of 4 s, those at 0.5, 1.5, 2.5 and 3.5 are taken."""
+    file = tmp_path / f"a.{ending}"
+    with av.open(str(file), "w") as container:
+        stream: Any = container.add_stream(codec, rate=10)
+        stream.width = stream.height = 32
+        stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for number, time in enumerate((0, 100, 200, 2000, 2100, 3900)):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 40 * number, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    found = greys(clip().read(source(file)))
+    assert [abs(a - b) <= 5 for a, b in zip(found, (80, 80, 160, 160), strict=True)] == [True] * 4, found
+
+
+def test_pixels_that_are_wider_than_high_become_square(tmp_path: Path) -> None:
+    """32 × 32 pixels, each twice as wide as high: the middle half of their columns is a square."""
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream: Any = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 32
+        stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
+        stream.codec_context.sample_aspect_ratio = Fraction(2, 1)
+        picture = np.zeros((32, 32, 3), np.uint8)
+        picture[:, 8:24] = 250
+        for _ in range(8):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    file = source(tmp_path / "a.mp4")
+    assert clip(fit="keep", size=64).measure(file) == (4, 2, 4)
+    assert clip(fit="keep", size=64).read(file).grid == (4, 2, 4)
+    assert clip(fit="crop").read(file).values.mean() > 235
+    assert clip(fit="square").read(file).values.mean() < 140
+
+
+def test_the_picture_of_a_song_is_no_video(tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        sound: Any = container.add_stream("aac", rate=8000, layout="mono")
+        cover: Any = container.add_stream("mjpeg", rate=1)
+        cover.width = cover.height = 32
+        cover.pix_fmt, cover.disposition = "yuvj420p", av.stream.Disposition.attached_pic
+        container.mux(cover.encode(av.VideoFrame.from_ndarray(np.full((32, 32, 3), 9, np.uint8), format="rgb24")))
+        container.mux(cover.encode())
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 8000
+        container.mux(sound.encode(frame))
+        container.mux(sound.encode())
+    with pytest.raises(ConfigError, match=r"a\.mp4: has no video, or is damaged"):
+        clip().measure(source(tmp_path / "a.mp4"))
+
+
 def test_sound_may_last_longer(tmp_path: Path) -> None:
     file = write(tmp_path / "a.mp4", RAMP, sound=4)
     assert abs(greys(clip().read(source(file)))[-1] - 210) <= 5

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,gif,ogg,asf"
 """Formats of one file. FFmpeg reads others too: text as a moving picture, and lists of addresses that it would open."""
+_COVER = av.stream.Disposition.attached_pic
+"""Mark of a picture in a file of sound."""
 _ROUNDED = 0.001
 """Seconds to which Matroska rounds times."""
 _FAR = 10.0
@@ -60,9 +62,9 @@ def opened(source: ItemSource, config: Video.Config) -> Iterator[Clip]:
     file = reading.stream(source, config.max_bytes) if inside else source.path
     try:
         with av.open(file, mode="r", options={"format_whitelist": _FORMATS}) as container:
-            if not container.streams.video:
+            stream = next((one for one in container.streams.video if not one.disposition & _COVER), None)
+            if stream is None:
                 raise ConfigError(f"{source}: has no video, or is damaged.")
-            stream = container.streams.video[0]
             stream.thread_type, stream.codec_context.thread_count = "NONE", 1  # threads of each clip keep memory
             if stream.width * stream.height > config.max_pixels:
                 raise ConfigError(
@@ -77,7 +79,7 @@ def opened(source: ItemSource, config: Video.Config) -> Iterator[Clip]:
                 raise ConfigError(f"{source}: does not say how long it is; write it again with FFmpeg.")
             if seconds > config.max_seconds:
                 raise ConfigError(f"{source}: {seconds:,.1f} s are more than max_seconds = {config.max_seconds:,}.")
-            size = (first.width, first.height)
+            size = _squared(first.width, first.height, stream)
             turned = round(first.rotation) % 180 == 90
             yield Clip(source, container, stream, first, seconds, slack, size[::-1] if turned else size)
     except (ConfigError, MemoryError):
@@ -109,15 +111,21 @@ def taken(clip: Clip, times: Sequence[float], size: tuple[int, int], *, crop: bo
         if ahead is None and time > (end := clip.time(shown) + _shown_for(stream)) + clip.slack:
             raise ConfigError(f"{clip.source}: is cut short: it ends after {end:.1f} of {clip.seconds:.1f} s.")
         if seen is not shown:
-            seen, pixels = shown, _pixels(shown, size, crop=crop)
+            seen, pixels = shown, _pixels(shown, stream, size, crop=crop)
         found[index] = pixels
     return found
 
 
-def _pixels(frame: av.VideoFrame, size: tuple[int, int], *, crop: bool) -> NDArray[np.uint8]:
+def _pixels(frame: av.VideoFrame, stream: av.VideoStream, size: tuple[int, int], *, crop: bool) -> NDArray[np.uint8]:
     image: Image.Image = frame.to_image()  # type: ignore[no-untyped-call]
+    image = reading.resized(image, _squared(*image.size, stream), crop=False)
     image = image.rotate(round(frame.rotation), expand=True) if round(frame.rotation) % 360 else image
     return np.asarray(reading.resized(image, size, crop=crop))
+
+
+def _squared(width: int, height: int, stream: av.VideoStream) -> tuple[int, int]:
+    """Width and height in square pixels: those of a DVD are wider or narrower, as the file says."""
+    return max(1, round(width * float(stream.sample_aspect_ratio or 1))), height
 
 
 def _shown_for(stream: av.VideoStream) -> float:
