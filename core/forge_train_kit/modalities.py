@@ -52,7 +52,8 @@ class Modality(Protocol):
 
     It may declare `spread(grid)`, numbers of an item's feature vectors along time, height and width, which come in
     reading order: models whose positions have three axes (M-RoPE) ask for it. None, or no such method, stands for
-    vectors that count like tokens.
+    vectors that count like tokens. And it may declare `smallest()`, the `Grid` of its smallest item, which stands in
+    for one that can't be read where a run asks for that.
 
     It is pickled where data is read by processes, so it holds options, not tensors.
     """

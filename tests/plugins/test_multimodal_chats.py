@@ -10,6 +10,7 @@ import pytest
 
 import chat_model
 from forge_train import MASKED, Batch, ConfigError
+from forge_train_kit.data.plugin import Prefetch
 from forge_train_plugins.data.sft import SFT
 from items_data import Scan, encoded, job, same, scan, write_records, write_scans
 
@@ -169,6 +170,7 @@ def test_items_may_lie_in_another_folder(tmp_path: Path) -> None:
             "the text has <scan> not once, and the record 1 scan;",
         ),
         (said({"type": "scan", "scan": "no.npy"}), "no.npy: No such file or directory."),
+        (said({"type": "text", "text": "<scan>"}) | {"scnas": ["0.npy"]}, "under 'scnas'. Did you mean 'scans'?"),
         (said({"type": "text", "text": "a"}, answer="<scan>"), "the text has <scan> once, and the record 0 scans"),
     ],
 )
@@ -190,3 +192,13 @@ def test_options_that_items_do_not_take_are_refused(tmp_path: Path) -> None:
     none.hooks.call = lambda spec, arguments: []
     with pytest.raises(ConfigError, match=r"sft\.items: has no effect: no enabled plugin gives a modality"):
         sft(here, OPENAI, items=str(here)).build_data(none, "train")
+    with pytest.raises(
+        ConfigError, match=r"sft\.prefetch\.on_error: 'replace' is for items, and no enabled plugin gives"
+    ):
+        sft(here, OPENAI, prefetch=Prefetch(on_error="replace")).build_data(none, "train")
+
+
+def test_items_of_messages_go_with_other_fields(tmp_path: Path) -> None:
+    here = folder(tmp_path)
+    asked = said({"type": "scan", "scan": "0.npy"}) | {"scan_file": "elsewhere/0.npy"}
+    assert batch_of(here, asked).extras["scan_grids"][0].tolist() == [[1, 1, 2]]

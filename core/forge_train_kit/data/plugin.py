@@ -26,6 +26,9 @@ log = logging.getLogger("forge_train")
 _NAMED = 20
 """Samples that each rank names; those after them are only counted."""
 
+_INSTEAD = {"skip": "The next one of its source stands in for it.", "replace": "An empty item stands in for it."}
+_METRICS = {"skip": "skipped", "replace": "replaced"}
+
 Packing = Literal["split", "best_fit", "pad", "buckets"]
 
 
@@ -44,16 +47,18 @@ class Prefetch:
     memory."""
     deadline: Annotated[float, Gt(0)] = 300.0
     """Seconds that a worker may take for a micro-batch; a worker that takes longer counts as hung."""
-    on_error: Literal["stop", "skip"] = "stop"
+    on_error: Literal["stop", "skip", "replace"] = "stop"
     """Response to a sample that can't be read. `stop` ends the run. With `skip`, the next sample of the same source
-    replaces it, and the metric `skipped` counts it; a process that dies or hangs is restarted, once per micro-batch."""
+    replaces it, and the metric `skipped` counts it; a process that dies or hangs is restarted, once per micro-batch.
+    `replace` is for items beside text: an empty one, of zeros, stands in for one that can't be read, and the metric
+    `replaced` counts it."""
 
 
 class DataPlugin(Plugin):
     """A data plugin whose section has the option `prefetch: Annotated[Prefetch, Volatile()] = Prefetch()`.
 
-    `build_data` returns `self.loader(stream, job, split)`. The metrics count the samples that were left out, and their
-    number is reported at the end of the run.
+    `build_data` returns `self.loader(stream, job, split)`. The metrics count the samples that were left out, or items
+    that were replaced, and their number is reported at the end of the run.
     """
 
     _skips = 0
@@ -72,27 +77,29 @@ class DataPlugin(Plugin):
         return found if split == "train" else dataclasses.replace(found, workers=0)
 
     def on_skip(self, skipped: tuple[str, ...]) -> None:
-        """Samples were left out of a batch that is given now: one sentence each."""
+        """Samples were left out of a batch that is given now, or items replaced: one sentence each."""
         self._metric.update(float(len(skipped)))
         for one in skipped:
             self._skips += 1
             level = logging.WARNING if self._skips <= _NAMED else logging.DEBUG
-            log.log(level, "%s The next one of its source stands in for it.", one)
+            log.log(level, "%s %s", one, _INSTEAD[self.config.prefetch.on_error])
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric] | None:
         self._job = job
-        return {"skipped": self._metric} if self.config.prefetch.on_error == "skip" else None
+        name = _METRICS.get(self.config.prefetch.on_error)
+        return {name: self._metric} if name else None
 
     @hookimpl
     def on_end(self, finished: Finished) -> None:
-        """Tell how many samples were left out, over all ranks, since this process was started."""
-        if finished.error or self._job is None or self.config.prefetch.on_error != "skip":
+        """Tell how many samples were left out, or items replaced, over all ranks, since this process was started."""
+        if finished.error or self._job is None or self.config.prefetch.on_error == "stop":
             return
         dist = self._job.dist
         skips = sum(dict(dist.gather_objects((dist.data_rank, self._skips))).values())
         if skips and dist.main:
-            log.warning("%d samples could not be read, and others stood in for them: see the log of each rank.", skips)
+            what = "items" if self.config.prefetch.on_error == "replace" else "samples"
+            log.warning("%d %s could not be read, and others stood in for them: see the log of each rank.", skips, what)
 
     @cached_property
     def _metric(self) -> Sum:
@@ -141,8 +148,16 @@ def check_weights(documents: Documents, job: Job, key: str) -> None:
         raise ConfigError(f"{found} {loss!r}, which provides the loss, can't weigh labels (WeightedLosses).")
 
 
-def check_prefetch(prefetch: Prefetch, key: str) -> Iterator[Problem]:
-    """Check that options for workers are not set without any: for `check_config`; `key` is the plugin's section."""
+def check_prefetch(prefetch: Prefetch, key: str, *, items: bool = False) -> Iterator[Problem]:
+    """Check that options are not set without effect: for `check_config`.
+
+    Args:
+        prefetch: the options.
+        key: the plugin's section.
+        items: whether the data may have items beside text.
+    """
+    if prefetch.on_error == "replace" and not items:
+        yield Problem(f"{key}.prefetch.on_error", "'replace' is for items beside text; choose 'stop' or 'skip'.")
     for name in ("kind", "batches", "deadline"):
         if not prefetch.workers and getattr(prefetch, name) != getattr(Prefetch(), name):
             yield Problem(

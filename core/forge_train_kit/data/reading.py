@@ -45,7 +45,7 @@ def stage(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Samples, and what was left out of them: a sentence for each."""
+    """Samples, and what was left out of them, or replaced in them: a sentence for each."""
 
     arrays: Arrays
     skipped: tuple[str, ...] = ()
@@ -58,12 +58,15 @@ class Reader:
         stream: of the samples.
         on_error: `stop` raises what the first broken sample raised. `skip` takes the next sample of its source that can
             be read instead: a function of the place and the content alone, so that all ranks, and a run that goes on,
-            find the same.
+            find the same. `replace` is `stop`: items are replaced where they are read.
         padding: numbers of samples, from and up to, of which no label is learned; without an end, all that follow.
     """
 
     def __init__(
-        self, stream: Stream, on_error: Literal["stop", "skip"], padding: tuple[int, int | None] | None = None
+        self,
+        stream: Stream,
+        on_error: Literal["stop", "skip", "replace"],
+        padding: tuple[int, int | None] | None = None,
     ) -> None:
         self._stream, self._skip, self._padding = stream, on_error == "skip", padding
 
@@ -87,7 +90,8 @@ class Reader:
 
     def _read(self, places: Int64, first: Int64) -> Reading:
         try:
-            return Reading(self._stream.read(places))
+            found = self._stream.read(places)
+            return Reading(found, _replaced(found))
         except Exception as error:
             if len(places) == 1 and not self._skip:
                 raise self._error(places[0], int(first[0]), error) from error
@@ -113,7 +117,7 @@ class Reader:
                 f"samples {int(first[0]):,} to {int(first[-1]):,} (the first: {self._stream.where(places[0])}) can be "
                 f"read one by one, but not together: {describe(whole)}"
             ) from whole
-        return Reading(joined(rows), tuple(skipped))
+        return Reading(joined(rows), (*skipped, *chain.from_iterable(map(_replaced, rows))))
 
     def _try(self, place: Int64) -> tuple[Arrays | None, Exception | None]:
         try:
@@ -145,6 +149,11 @@ def _mask(arrays: Arrays, padding: NDArray[np.bool_]) -> None:
     arrays.labels[rows] = MASKED
     if arrays.sources is not None:
         arrays.sources[rows] = -1
+
+
+def _replaced(arrays: Arrays) -> tuple[str, ...]:
+    """A sentence for each item that an empty one stands in for."""
+    return tuple(text for row in arrays.items or () for one in row.values() for text in one.replaced)
 
 
 def joined(parts: list[Arrays]) -> Arrays:

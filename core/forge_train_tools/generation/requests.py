@@ -181,7 +181,9 @@ class Requests:
             ConfigError: there are some, and the model takes text alone.
         """
         if self.items is not None:
-            return self.items.fields.entries(record, where)
+            found = self.items.fields.entries(record, where)
+            self.items.fields.check_spelling(record, found, where)
+            return found
         if self.chat or self.field or record.get(MESSAGES) is None:
             for name in ITEMS:
                 if record.get(name):

@@ -133,7 +133,8 @@ class Mixture(DataPlugin):
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         from ._mixture.sources import check_items
 
-        yield from check_prefetch(self.config.prefetch, "mixture")
+        items = any(source.items for source in self.config.sources)
+        yield from check_prefetch(self.config.prefetch, "mixture", items=items)
         yield from check_items(self.config)
         if config.train.epochs:
             yield Problem(

@@ -30,9 +30,9 @@ class Multimodal(DataPlugin):
     with `bytes`, as `datasets` stores images in Parquet. In tar files of WebDataset, members with the name of a `.txt`
     or `.json` are its items. Records without items are texts.
 
-    Items are measured when the data is prepared, and decoded when their row is read. With `prefetch.on_error = "skip"`,
-    a record with an item that can't be measured is left out. All text is learned, and no position of an item. An item
-    is never split, and attention stays inside each record.
+    Items are measured when the data is prepared, and decoded when their row is read. Of one that can't be measured,
+    `prefetch.on_error = "skip"` leaves out the record, and "replace" has the smallest item, of zeros, stand in for it.
+    All text is learned, and no position of an item. An item is never split, and attention stays inside each record.
     """
 
     api = (1, 0)
@@ -68,7 +68,7 @@ class Multimodal(DataPlugin):
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
-        yield from check_prefetch(self.config.prefetch, "multimodal")
+        yield from check_prefetch(self.config.prefetch, "multimodal", items=True)
         if not self.config.path:
             yield Problem("multimodal.path", "required: your records, such as captions.jsonl.", data=True)
 
@@ -164,8 +164,8 @@ class Multimodal(DataPlugin):
         from forge_train_kit.data.items import ItemFields
 
         config = self.config
-        skip = config.prefetch.on_error == "skip"
-        fields = ItemFields.of(job, config.path, "multimodal", config.items, skip=skip, place=config.place)
+        broken = config.prefetch.on_error
+        fields = ItemFields.of(job, config.path, "multimodal", config.items, broken=broken, place=config.place)
         if fields is None:
             raise ConfigError("multimodal: no enabled plugin gives a modality; enable one, or read texts with `text`.")
         return fields

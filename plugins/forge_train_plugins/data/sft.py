@@ -106,7 +106,7 @@ class SFT(DataPlugin):
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
-        yield from check_prefetch(self.config.prefetch, "sft")
+        yield from check_prefetch(self.config.prefetch, "sft", items=True)
         yield from check_buckets(self.config.packing, config)
         if self.config.each_turn and self.config.learn != "assistant":
             yield Problem("sft.learn", "has no effect with sft.each_turn: a row's last turn is learned.")
@@ -260,5 +260,5 @@ class SFT(DataPlugin):
             learn_pattern=config.learn_pattern,
             each_turn=config.each_turn,
             split_special_tokens=config.split_special_tokens,
-            items=ItemFields.of(job, config.path, "sft", config.items, skip=config.prefetch.on_error == "skip"),
+            items=ItemFields.of(job, config.path, "sft", config.items, broken=config.prefetch.on_error),
         )

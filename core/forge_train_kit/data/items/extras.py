@@ -26,6 +26,8 @@ class RowItems:
     """`[items, 3]`."""
     places: Int64
     """`[sequence]`, the feature vector that stands at each position, and −1 at others."""
+    replaced: tuple[str, ...] = ()
+    """Items that could not be read, for which zeros stand in: a sentence for each."""
 
     @classmethod
     def none(cls, features: int, sequence: int) -> RowItems:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from forge_train import ConfigError
-from forge_train.base.errors import ForgeError, describe
+from forge_train.base.errors import ForgeError, describe, nearest
 from forge_train.base.format import format_list
 
 from ...enabled_modalities import enabled_modalities
 from ...modalities import ItemSource, Modality
+from ...stores.addresses import is_remote
 from ..files import find
 from .extras import RowItems
 from .notes import FORMAT
 
 if TYPE_CHECKING:
     from forge_train import Job
+
+
+Broken = Literal["stop", "skip", "replace"]
+"""Treatment of an item that can't be read: an error, its record is left out, or an empty item stands in for it."""
+
+
+_FILE = re.compile(r"\S\.\w{2,4}$")
+"""End of a file's name."""
 
 
 class BrokenItemError(ConfigError):
@@ -35,7 +45,7 @@ class ItemFields:
         alone: whether an item takes one position, rather than one for each of its feature vectors.
         root: the folder of all data files.
         folder: the folder of relative paths; empty for that of the record's file.
-        skip: whether a record with an item that can't be read is left out, rather than an error.
+        broken: treatment of items that can't be read.
         place: where items stand in a text without any placeholder of theirs: `before` or `after` it; empty for an
             error.
     """
@@ -44,7 +54,7 @@ class ItemFields:
     alone: bool
     root: str
     folder: str = ""
-    skip: bool = False
+    broken: Broken = "stop"
     place: str = ""
 
     @classmethod
@@ -55,7 +65,7 @@ class ItemFields:
         key: str,
         folder: str = "",
         *,
-        skip: bool = False,
+        broken: Broken = "stop",
         place: str = "",
     ) -> ItemFields | None:
         """The fields for the modalities of a run; None if it has none.
@@ -65,12 +75,13 @@ class ItemFields:
             paths: the data files.
             key: the section that names them.
             folder: the folder of relative paths.
-            skip, place: see above.
+            broken, place: see above.
 
         Raises:
-            ConfigError: there are no such files, or no such folder.
+            ConfigError: there are no such files, or no such folder; or items can't be replaced.
         """
         modalities = enabled_modalities(job)
+        _check_broken(broken, modalities, key)
         if folder and not modalities:
             raise ConfigError(f"{key}.items: has no effect: no enabled plugin gives a modality; leave it out.")
         if not modalities:
@@ -80,7 +91,7 @@ class ItemFields:
         folders = [posixpath.dirname(file.address) for file in find(paths, key=f"{key}.path") if file.local]
         alone = job.hooks.gives("fusion") == "token"
         root = posixpath.commonpath(folders) if folders else "/"
-        return cls(modalities, alone, root, folder and str(Path(folder).expanduser().absolute()), skip, place)
+        return cls(modalities, alone, root, folder and str(Path(folder).expanduser().absolute()), broken, place)
 
     def public(self) -> dict[str, Any]:
         """The settings that determine the result."""
@@ -91,7 +102,7 @@ class ItemFields:
             "alone": self.alone,
             "table": FORMAT,
             **chosen,
-            **({"broken": "skip"} if self.skip else {}),
+            **({} if self.broken == "stop" else {"broken": self.broken}),
         }
 
     def entries(self, record: Mapping[str, Any], where: str) -> dict[str, list[Any]]:
@@ -107,6 +118,21 @@ class ItemFields:
                 raise ConfigError(f"{where}: {f'{name}s'!r}: expected a list of items, found {short(several)}.")
             found[name] = [*(several or []), *([] if one is None else one if isinstance(one, list) else [one])]
         return found
+
+    def check_spelling(self, record: Mapping[str, Any], found: Mapping[str, list[Any]], where: str) -> None:
+        """Refuse items under nearly the name of a modality of which the record has none.
+
+        Args:
+            found: the record's items, by modality.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        read = {one for modality in self.modalities for one in (modality, f"{modality}s")}
+        missing = [one for name in self.modalities if not found[name] for one in (f"{name}s", name)]
+        for field, value in record.items():
+            if field not in read and _like_items(value) and (hint := nearest(field.lower(), missing)):
+                raise ConfigError(f"{where}: nothing reads the items under {field!r}.{hint}")
 
     def placed(self, text: str, entries: Mapping[str, list[Any]]) -> str:
         """The text of a record with placeholders: `<image>` stands for that of a modality `image`, too; and items may
@@ -147,12 +173,35 @@ def called(modality: Modality, method: str, source: ItemSource) -> Any:
     """
     try:
         return getattr(modality, method)(source)
-    except ForgeError:
+    except (ForgeError, MemoryError):  # the latter says nothing of the item
         raise
     except OSError as error:
         raise ConfigError(f"{source}: can't be read: {error.strerror or describe(error)}.") from error
     except Exception as error:  # whatever a decoder makes of a broken file
         raise ConfigError(f"{source}: is no {modality.name} that can be read: {describe(error)}.") from error
+
+
+def _check_broken(broken: Broken, modalities: Mapping[str, Modality], key: str) -> None:
+    """Refuse to replace items where nothing can stand in for them."""
+    if broken != "replace":
+        return
+    option = f"{key.partition('.')[0]}.prefetch.on_error: 'replace'"
+    if not modalities:
+        raise ConfigError(f"{option} is for items, and no enabled plugin gives a modality; choose 'stop' or 'skip'.")
+    for name, one in modalities.items():
+        if not hasattr(one, "smallest"):
+            raise ConfigError(f"{option}: modality {name!r} does not say how small an item may be; choose 'skip'.")
+
+
+def _like_items(value: Any) -> bool:
+    """Return True if a value could be an item, or a list of them."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_like_items, value))
+    if isinstance(value, Mapping):
+        return any(isinstance(value.get(key), str | bytes) for key in ("bytes", "path", "url", "base64"))
+    if isinstance(value, str):
+        return value.startswith("data:") or is_remote(value) or bool(_FILE.search(value))
+    return isinstance(value, bytes)
 
 
 def short(value: Any) -> str:

@@ -34,6 +34,11 @@ class Noted(NamedTuple):
     digest: str
     """Of the bytes, if they are kept beside the tokens: it decides what a run that goes on may read."""
 
+    @property
+    def missing(self) -> bool:
+        """True if the item could not be read when the record was prepared, and an empty one stands in for it."""
+        return not self.path and not self.size
+
 
 @dataclass(frozen=True)
 class Table:

@@ -184,21 +184,40 @@ def gathered(fields: ItemFields, placed: Iterable[tuple[ItemSource, Noted, int]]
     grids: dict[str, list[tuple[int, int, int]]] = {name: [] for name in fields.modalities}
     vectors = dict.fromkeys(fields.modalities, 0)
     found = {name: RowItems.none(one.features, sequence) for name, one in fields.modalities.items()}
+    replaced: dict[str, list[str]] = {name: [] for name in fields.modalities}
     for source, one, at in placed:
-        values[one.modality].append(_decoded(fields.modalities[one.modality], source, one).values)
+        try:
+            values[one.modality].append(_decoded(fields.modalities[one.modality], source, one))
+        except ConfigError as error:
+            if fields.broken != "replace":
+                raise
+            values[one.modality].append(_empty(fields.modalities[one.modality], one))
+            replaced[one.modality].append(str(error))
         grids[one.modality].append(one.grid)
         first = len(values[one.modality]) - 1 if fields.alone else vectors[one.modality]
         found[one.modality].places[at : at + one.length] = np.arange(first, first + one.length)
         vectors[one.modality] += one.vectors
     return {
-        name: replace(empty, values=np.concatenate(values[name]), grids=np.array(grids[name], np.int64))
+        name: replace(
+            empty,
+            values=np.concatenate(values[name]),
+            grids=np.array(grids[name], np.int64),
+            replaced=tuple(replaced[name]),
+        )
         if values[name]
         else empty
         for name, empty in found.items()
     }
 
 
-def _decoded(modality: Modality, source: ItemSource, one: Noted) -> Item:
+def _empty(modality: Modality, one: Noted) -> NDArray[Any]:
+    """The values of an item that zeros stand in for."""
+    return np.zeros((math.prod(one.grid), modality.features), np.uint8)
+
+
+def _decoded(modality: Modality, source: ItemSource, one: Noted) -> NDArray[Any]:
+    if one.missing:
+        return _empty(modality, one)
     item: Item = called(modality, "read", source)
     grid, shape = tuple(item.grid), (math.prod(one.grid), modality.features)
     if grid != one.grid or item.values.shape != shape:
@@ -211,4 +230,4 @@ def _decoded(modality: Modality, source: ItemSource, one: Noted) -> Item:
             f"{source}: has {size:,} bytes, and had {one.size:,} when its record was prepared: restore the file, or "
             "touch the data file to prepare it again."
         )
-    return item
+    return item.values

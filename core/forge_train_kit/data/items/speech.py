@@ -77,6 +77,7 @@ class Speech:
         for field in _SPOKEN:
             if self.record.get(field) is not None:
                 self.record[field] = self._said(listed(self.record[field], where), f"{where}: {field}")
+        weaver.fields.check_spelling(record, self.entries, where)
         for name, entries in self._beside.items():
             if self._times[name] != len(entries):
                 raise weaver.miscounted(name, self._times[name], len(entries), where)

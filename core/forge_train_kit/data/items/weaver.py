@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from forge_train import ConfigError
 from ...modalities import Grid
 from ..file import File
 from ..shard import Ids, Learned
-from .fields import BrokenItemError, ItemFields, called
+from .fields import BrokenItemError, ItemFields, called, short
 from .kept import Kept
 from .located import Located, located
 from .marks import MarkingTokenizer
@@ -40,12 +40,14 @@ class Weaver:
         tokenizer: of the preparation.
         file: of the records.
         kept: takes items that are not in files of this machine.
+        replaced: takes a sentence for each item that an empty one stands in for.
     """
 
     fields: ItemFields
     tokenizer: MarkingTokenizer
     file: File
     kept: Kept
+    replaced: dict[str, str] = field(default_factory=dict)
 
     def text(self, record: Mapping[str, Any], text: str, where: str) -> Woven:
         """A text, all of which is learned.
@@ -55,6 +57,7 @@ class Weaver:
         """
         tokenizer, entries = self.tokenizer, self.fields.entries(record, where)
         self.fields.check(record, text, where)
+        self.fields.check_spelling(record, entries, where)
         ids = [*tokenizer.begin, *tokenizer.encode(self.fields.placed(text, entries))]
         if not ids:
             raise ConfigError(f"{where}: the text has no token.")
@@ -87,12 +90,20 @@ class Weaver:
             pieces.append(ids[last:at])
             masks.append(learned[last:at])
             position += at - last
+            entry = next(left[name])
             try:
-                found = located(next(left[name]), self.file, self.fields.folder, where, self.kept)
+                found = located(entry, self.file, self.fields.folder, where, self.kept)
                 one = self._noted(name, found, position, where)
             except ConfigError as error:
-                raise BrokenItemError(str(error)) from error
-            keys.append(f"{one.path}{found.digest}{one.offset if one.path and one.offset >= 0 else ''}")
+                if self.fields.broken != "replace":
+                    raise BrokenItemError(str(error)) from error
+                self.replaced[str(error)] = str(error)
+                one = self._missing(name, position)
+            keys.append(
+                short(entry)
+                if one.missing
+                else f"{one.path}{one.digest}{one.offset if one.path and one.offset >= 0 else ''}"
+            )
             pieces.append(np.full(one.length, tokenizer.fill[name], np.uint32))
             masks.append(np.zeros(one.length, learned.dtype))
             noted.append(one)
@@ -112,13 +123,20 @@ class Weaver:
         )
 
     def _noted(self, name: str, found: Located, position: int, where: str) -> Noted:
-        modality = self.fields.modalities[name]
-        sizes = called(modality, "measure", found.source(where))
-        grid: Grid = (int(sizes[0]), int(sizes[1]), int(sizes[2]))
-        vectors = int(modality.positions(grid))
-        length = 1 if self.fields.alone else vectors
+        grid = called(self.fields.modalities[name], "measure", found.source(where))
         place = self._relative(found.path), found.offset, found.size, found.digest
-        return Noted(name, position, length, vectors, grid, *place)
+        return self._placed(name, position, grid, *place)
+
+    def _missing(self, name: str, position: int) -> Noted:
+        """An empty item."""
+        modality: Any = self.fields.modalities[name]
+        return self._placed(name, position, modality.smallest(), "", 0, 0, "")
+
+    def _placed(self, name: str, position: int, sizes: Grid, path: str, offset: int, size: int, digest: str) -> Noted:
+        grid: Grid = (int(sizes[0]), int(sizes[1]), int(sizes[2]))
+        vectors = int(self.fields.modalities[name].positions(grid))
+        length = 1 if self.fields.alone else vectors
+        return Noted(name, position, length, vectors, grid, path, offset, size, digest)
 
     def _relative(self, path: str) -> str:
         """A path without the folder of all data files, which may move; an address as it is."""

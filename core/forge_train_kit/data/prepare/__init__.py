@@ -12,7 +12,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forge_train import ConfigError
@@ -59,15 +59,16 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
     with _claimed(wanted.out, wanted.settings(files), wait) as work:
         tokenizer = _tokenizer(wanted, work, tasks, report)
         Maker.of(wanted, tokenizer)  # what does not fit is told before anything is read
-        left = [task for task in tasks if done(work, wanted.out, task, verify=not wait) is None]
+        known = [done(work, wanted.out, task, verify=not wait) for task in tasks]
+        left = [task for task, found in zip(tasks, known, strict=True) if found is None]
         report.begin(tasks, left)
         if not left and (wanted.out / FILE).is_file():
-            report.end({})
+            report.end(unreadable | _skipped(known))
             return read_manifest(wanted.out, key=key)
         if left:
             pool.run(wanted, tokenizer, left, report)
         results = [_required(done(work, wanted.out, task), task) for task in tasks]
-        skipped = {place: reason for result in results for place, reason in result.skipped.items()}
+        skipped = _skipped(results)
         if all(result.used is not None for result in results):
             used = {name for result in results for name in result.used or ()}
             check_used(wanted.rename, wanted.roles, used, wanted.key(""))
@@ -104,6 +105,11 @@ def _required(found: Done | None, task: Task) -> Done:
     if found is None:
         raise ConfigError(f"The shards of {task_name(task)} went away while others were written: run it again.")
     return found
+
+
+def _skipped(results: Sequence[Done | None]) -> dict[str, str]:
+    """Files and records that were left out, and why."""
+    return {place: reason for result in results if result for place, reason in result.skipped.items()}
 
 
 def _listed(results: list[Done], side: str) -> Iterator[Listed]:

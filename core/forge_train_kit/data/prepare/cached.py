@@ -61,7 +61,8 @@ def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
     if wanted.chat:
         _check_template(wanted, job, name)
     key = f"{wanted.section or name}.path"
-    prepare(wanted, Told(name), key=key, wait=True)
+    replaced = wanted.items is not None and wanted.items.broken == "replace"
+    prepare(wanted, Told(name, replaced=replaced), key=key, wait=True)
     prepared = open_prepared(wanted.out, key=key)
     if prepared.manifest.tokenizer["digest"] != hookspecs.tokenizer(job).digest:
         raise ConfigError(f"{name}: {stale(wanted)}")

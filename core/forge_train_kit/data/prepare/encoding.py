@@ -59,7 +59,7 @@ class Maker:
         special: tokens that stay text in messages and tools.
         split_key: the option that asks for this, for messages.
         used: keys of `rename` and `roles` that records needed.
-        left_out: records that were left out, by their place, and why.
+        left_out: records that were left out, by their place, and why; and items that empty ones stand in for.
     """
 
     tokenizer: Tokenizer
@@ -107,7 +107,7 @@ class Maker:
         Raises:
             BrokenItemError: it is not.
         """
-        if not weaver.fields.skip:
+        if weaver.fields.broken != "skip":
             raise error
         self.left_out[where] = str(error)
 
@@ -143,7 +143,7 @@ def encoded(
     """
     weaver = None
     if isinstance(maker.tokenizer, MarkingTokenizer) and wanted.items is not None:
-        weaver = Weaver(wanted.items, maker.tokenizer, piece.file, kept)
+        weaver = Weaver(wanted.items, maker.tokenizer, piece.file, kept, maker.left_out)
     if weaver is not None and maker.template is None:
         yield from with_items(piece, wanted, weaver, maker)
     elif wanted.labels is not None:

@@ -14,6 +14,7 @@ log = logging.getLogger("forge_train")
 
 NAMED = 20
 """Records left out that are named; those after them are only counted."""
+REPLACED = "An empty item stands in for it."
 SETTLED = 2.0
 """Seconds after which a rate says something."""
 
@@ -77,10 +78,11 @@ class Told(Report):
 
     Args:
         name: of the plugin.
+        replaced: whether items that can't be read are replaced, rather than their records left out.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name, self._telling = name, Telling(name)
+    def __init__(self, name: str, *, replaced: bool = False) -> None:
+        self._name, self._telling, self._replaced = name, Telling(name), replaced
         super().__init__(self._telling.passing)
 
     def end(self, skipped: dict[str, str], text: int = 0) -> None:
@@ -88,7 +90,14 @@ class Told(Report):
         if self.read:
             rate = format_unit(self.text / max(self.seconds, 1e-9), "B")
             self._telling.done(f"{format_unit(self.text, 'B')}, {rate}/s, in {format_duration(self.seconds)}")
+        count = f"{len(skipped):,}"
+        if skipped and not self.read:  # an earlier run has named them all
+            one = "items were replaced" if self._replaced else "records were left out"
+            first = next(iter(skipped.values()))
+            log.warning("%s: %s %s when the data was prepared; the first: %s", self._name, count, one, first)
+            return
         for reason in list(skipped.values())[:NAMED]:
-            log.warning("%s The record is left out.", reason)
+            log.warning("%s %s", reason, REPLACED if self._replaced else "The record is left out.")
         if len(skipped) > NAMED:
-            log.warning("%s: %s records are left out in all.", self._name, f"{len(skipped):,}")
+            one = "items are replaced" if self._replaced else "records are left out"
+            log.warning("%s: %s %s in all.", self._name, count, one)

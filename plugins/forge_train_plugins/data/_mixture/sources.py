@@ -43,7 +43,7 @@ def open_source(at: int, config: Mixture.Config, job: Job) -> Mapping[Side, Any]
     if not source.items:
         tokenizer = hookspecs.tokenizer(job)
         return open_tokens(Path(source.path), tokenizer, dtype=source.dtype, held_out=share, key=key)
-    fields = ItemFields.of(job, source.path, key, skip=config.prefetch.on_error == "skip")
+    fields = ItemFields.of(job, source.path, key, broken=config.prefetch.on_error)
     if fields is None:
         raise ConfigError(f"{key}.items: no enabled plugin gives a modality, so records can have no items.")
     wanted = wanted_of(job, source.path, config.cache, "mixture", key=key, held_out=share, items=fields)

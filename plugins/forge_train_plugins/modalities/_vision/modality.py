@@ -54,6 +54,9 @@ class Pictures:
         with opened(source, self.config.max_bytes, self.config.max_pixels) as image:
             return _grid(self.config, 1, *_size(self.config, upright(image)))
 
+    def smallest(self) -> Grid:
+        return _grid(self.config, 1, *_size(self.config, (1, 1)))
+
     def read(self, source: ItemSource) -> Item:
         from .reading import opened, pixels, upright
 
@@ -98,6 +101,9 @@ class Clips:
 
         with opened(source, self.config) as clip:
             return _grid(self.config, self._frames(clip.seconds), *_size(self.config, clip.size))
+
+    def smallest(self) -> Grid:
+        return _grid(self.config, self._frames(0.0), *_size(self.config, (1, 1)))
 
     def read(self, source: ItemSource) -> Item:
         from .clips import opened, taken
