@@ -45,6 +45,8 @@ class Item:
     """`[patches, features]`, in the order that the encoder expects; of a dtype that it converts itself."""
     grid: Grid
     """Its product is the number of patches."""
+    times: tuple[float, ...] = ()
+    """Seconds from the item's beginning at which each of its frames was taken; empty for one without frames."""
 
 
 class Modality(Protocol):
@@ -53,7 +55,8 @@ class Modality(Protocol):
     It may declare `spread(grid)`, numbers of an item's feature vectors along time, height and width, which come in
     reading order: models whose positions have three axes (M-RoPE) ask for it. None, or no such method, stands for
     vectors that count like tokens. And it may declare `smallest()`, the `Grid` of its smallest item, which stands in
-    for one that can't be read where a run asks for that.
+    for one that can't be read where a run asks for that. With `texts(source)`, a text for each of as many equal groups
+    of an item's frames, each group has its text before it, and counts as an item of its own.
 
     It is pickled where data is read by processes, so it holds options, not tensors.
     """

@@ -39,7 +39,7 @@ device = "cpu"
 steps = 6
 global_batch = 12
 micro_batch = 1
-sequence = 16
+sequence = 64
 evaluate_every = 3
 evaluate_batches = 1
 [checkpoint]
@@ -51,7 +51,7 @@ every = 1
 dim = 16
 layers = 1
 heads = 2
-max_sequence = 32
+max_sequence = 64
 [multimodal]
 path = "{folder}/clips.jsonl"
 cache = "{folder}/cache"
@@ -64,6 +64,7 @@ frames = 4
 dim = 12
 layers = 1
 heads = 1
+times = true
 [freeze]
 parameters = ["fusion.enter.encoders.video.vision.*", "layers.*", "embedding.*"]
 thaw = [{{ match = "fusion.enter.encoders.video.vision.*", steps = 3 }}, {{ match = "layers.*", steps = 4 }}]

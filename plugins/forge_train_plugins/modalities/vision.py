@@ -72,6 +72,9 @@ class Video(Plugin):
         """Frames, one after the other, whose features are averaged."""
         max_seconds: Annotated[float, Gt(0)] = 3600.0
         """Longer clips are refused before they are decoded."""
+        times: bool = False
+        """Write the time before each group of `temporal` frames, as text: `<1.5 seconds>` is in the middle between its
+        first and its last frame (as in Qwen3-VL). Each group then counts as an item of its own."""
 
     config: Config
 
@@ -82,6 +85,8 @@ class Video(Plugin):
             yield Problem("video.frames", f"expected a multiple of temporal = {self.config.temporal}.")
         if self.config.connector == "resampler" and self.config.dim % 2:
             yield Problem("video.dim", "expected an even number for a resampler.")
+        if self.config.connector == "resampler" and self.config.times:
+            yield Problem("video.times", "has no effect with a resampler, whose queries stand for a whole clip.")
 
     @hookimpl
     def modalities(self, job: Job) -> list[Modality]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ...modalities import Grid
 from ..shard import Ids
 
-FORMAT = 1
+FORMAT = 2
 """Number of the format; records of other formats are prepared again."""
 
 
@@ -33,11 +33,33 @@ class Noted(NamedTuple):
     """Bytes of the item, from `offset` on; of a file that is an item as a whole, with an offset of −1."""
     digest: str
     """Of the bytes, if they are kept beside the tokens: it decides what a run that goes on may read."""
+    lead: tuple[int, ...] = ()
+    """Tokens of the text before each group of the item's frames, which counts as an item of its own; empty for one that
+    is not divided."""
 
     @property
     def missing(self) -> bool:
         """True if the item could not be read when the record was prepared, and an empty one stands in for it."""
         return not self.path and not self.size
+
+    @property
+    def groups(self) -> tuple[Grid, ...]:
+        """The grids of its groups, or its own."""
+        frames, *sides = self.grid
+        count = max(1, len(self.lead))
+        return ((frames // count, sides[0], sides[1]),) * count
+
+    def places(self, first: int, *, alone: bool) -> NDArray[np.int64]:
+        """The feature vector at each of its positions, and −1 at those of text.
+
+        Args:
+            first: the number of its first vector, or of its first item if they take one position each (`alone`).
+        """
+        groups = len(self.groups)
+        width = 1 if alone else self.vectors // groups
+        vectors = first + np.arange(groups * width).reshape(groups, width)
+        gaps = [np.full(one, -1, np.int64) for one in self.lead or (0,)]
+        return np.concatenate([part for pair in zip(gaps, vectors, strict=True) for part in pair])
 
 
 @dataclass(frozen=True)
@@ -58,4 +80,6 @@ class Table:
     def of(cls, document: NDArray[Any]) -> Table:
         """Parse a document."""
         file, place, items = json.loads(document.astype(np.uint8).tobytes())
-        return cls(file, place, tuple(Noted._make([*one[:4], tuple(one[4]), *one[5:]]) for one in items))
+        return cls(
+            file, place, tuple(Noted._make([*one[:4], tuple(one[4]), *one[5:9], tuple(one[9])]) for one in items)
+        )

@@ -193,9 +193,9 @@ def gathered(fields: ItemFields, placed: Iterable[tuple[ItemSource, Noted, int]]
                 raise
             values[one.modality].append(_empty(fields.modalities[one.modality], one))
             replaced[one.modality].append(str(error))
-        grids[one.modality].append(one.grid)
-        first = len(values[one.modality]) - 1 if fields.alone else vectors[one.modality]
-        found[one.modality].places[at : at + one.length] = np.arange(first, first + one.length)
+        first = len(grids[one.modality]) if fields.alone else vectors[one.modality]
+        found[one.modality].places[at : at + one.length] = one.places(first, alone=fields.alone)
+        grids[one.modality] += one.groups
         vectors[one.modality] += one.vectors
     return {
         name: replace(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from forge_train import ConfigError
+from forge_train.base.errors import PluginError
 
 from ...modalities import Grid
 from ..file import File
@@ -93,18 +94,18 @@ class Weaver:
             entry = next(left[name])
             try:
                 found = located(entry, self.file, self.fields.folder, where, self.kept)
-                one = self._noted(name, found, position, where)
+                one, texts = self._noted(name, found, position, where)
             except ConfigError as error:
                 if self.fields.broken != "replace":
                     raise BrokenItemError(str(error)) from error
                 self.replaced[str(error)] = str(error)
-                one = self._missing(name, position)
+                one, texts = self._missing(name, position)
             keys.append(
                 short(entry)
                 if one.missing
                 else f"{one.path}{one.digest}{one.offset if one.path and one.offset >= 0 else ''}"
             )
-            pieces.append(np.full(one.length, tokenizer.fill[name], np.uint32))
+            pieces.append(self._written(one, texts))
             masks.append(np.zeros(one.length, learned.dtype))
             noted.append(one)
             position, last = position + one.length, at + 1
@@ -122,21 +123,38 @@ class Weaver:
             f"{name if items == 1 else f'{name}s'}; give one for each."
         )
 
-    def _noted(self, name: str, found: Located, position: int, where: str) -> Noted:
-        grid = called(self.fields.modalities[name], "measure", found.source(where))
+    def _noted(self, name: str, found: Located, position: int, where: str) -> tuple[Noted, list[Ids]]:
+        """An item, and the tokens of the text before each of its groups."""
+        modality, source = self.fields.modalities[name], found.source(where)
+        grid = called(modality, "measure", source)
+        texts = called(modality, "texts", source) if hasattr(modality, "texts") else ()
         place = self._relative(found.path), found.offset, found.size, found.digest
-        return self._placed(name, position, grid, *place)
+        return self._placed(name, position, grid, place, texts)
 
-    def _missing(self, name: str, position: int) -> Noted:
+    def _missing(self, name: str, position: int) -> tuple[Noted, list[Ids]]:
         """An empty item."""
         modality: Any = self.fields.modalities[name]
-        return self._placed(name, position, modality.smallest(), "", 0, 0, "")
+        return self._placed(name, position, modality.smallest(), ("", 0, 0, ""))
 
-    def _placed(self, name: str, position: int, sizes: Grid, path: str, offset: int, size: int, digest: str) -> Noted:
+    def _placed(
+        self, name: str, position: int, sizes: Grid, place: tuple[str, int, int, str], texts: Sequence[str] = ()
+    ) -> tuple[Noted, list[Ids]]:
+        modality = self.fields.modalities[name]
         grid: Grid = (int(sizes[0]), int(sizes[1]), int(sizes[2]))
-        vectors = int(self.fields.modalities[name].positions(grid))
-        length = 1 if self.fields.alone else vectors
-        return Noted(name, position, length, vectors, grid, path, offset, size, digest)
+        vectors, groups = int(modality.positions(grid)), max(1, len(texts))
+        if grid[0] % groups or modality.positions((grid[0] // groups, *grid[1:])) * groups != vectors:
+            raise PluginError(f"Modality {name!r}: {groups} texts do not divide an item with the grid {grid} evenly.")
+        written: list[Ids] = [np.asarray(self.tokenizer.encode(text), np.uint32) for text in texts]
+        lead = tuple(map(len, written))
+        length = sum(lead) + (groups if self.fields.alone else vectors)
+        return Noted(name, position, length, vectors, grid, *place, lead), written
+
+    def _written(self, one: Noted, texts: Sequence[Ids]) -> Ids:
+        """The tokens at an item's positions."""
+        found = np.full(one.length, self.tokenizer.fill[one.modality], np.uint32)
+        if texts:
+            found[one.places(0, alone=self.fields.alone) < 0] = np.concatenate(texts)
+        return found
 
     def _relative(self, path: str) -> str:
         """A path without the folder of all data files, which may move; an address as it is."""

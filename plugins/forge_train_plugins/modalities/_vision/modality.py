@@ -94,7 +94,7 @@ class Clips:
 
     def public(self) -> Mapping[str, Any]:
         one = self.config
-        return _public(one, frames=one.frames, fps=one.fps, temporal=one.temporal)
+        return _public(one, frames=one.frames, fps=one.fps, temporal=one.temporal, taken=TAKEN, times=one.times)
 
     def measure(self, source: ItemSource) -> Grid:
         from .clips import opened
@@ -111,8 +111,19 @@ class Clips:
         one = self.config
         with opened(source, one) as clip:
             size, count = _size(one, clip.size), self._frames(clip.seconds)
-            frames = taken(clip, times(clip.seconds, count), size, crop=one.fit == "crop")
-            return Item(cut(frames, one.patch, one.merge, one.temporal), _grid(one, count, *size))
+            at = times(clip.seconds, count)
+            frames = taken(clip, at, size, crop=one.fit == "crop")
+            return Item(cut(frames, one.patch, one.merge, one.temporal), _grid(one, count, *size), tuple(at))
+
+    def texts(self, source: ItemSource) -> list[str]:
+        """The time of each group of frames that are averaged, if it is to be written before them."""
+        from .clips import opened
+
+        if not self.config.times:
+            return []
+        with opened(source, self.config) as clip:
+            at, size = times(clip.seconds, self._frames(clip.seconds)), self.config.temporal
+        return [f"<{(at[one] + at[one + size - 1]) / 2:.1f} seconds>" for one in range(0, len(at), size)]
 
     def positions(self, grid: Grid) -> int:
         frames, height, width = grid
@@ -133,6 +144,10 @@ class Clips:
             return one.frames
         wanted = max(1, round(seconds * one.fps / one.temporal)) * one.temporal
         return min(wanted, one.frames)
+
+
+TAKEN = "middles of equal pieces"
+"""The rule by which frames are taken; prepared data has it in its manifest."""
 
 
 def times(seconds: float, count: int) -> list[float]:
