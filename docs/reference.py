@@ -30,8 +30,8 @@ OF_A_JOB = {
 """Classes of `Job`'s attributes, which `forge_train` does not export → modules for annotations."""
 REST = "Protocols of slots and chains"
 KIT = (
-    "contract layers modules capabilities heads losses tokenizer sections facts specialisation model optim metrics "
-    "pipeline tracking activations state_map hf weights stores.elsewhere"
+    "contract layers modules capabilities heads losses modalities tokenizer sections facts specialisation model optim "
+    "metrics pipeline tracking activations state_map hf weights stores.elsewhere"
 )
 """Modules of `forge_train_kit` with names for plugin authors."""
 

@@ -232,6 +232,9 @@ def _show_work(made: Plan) -> None:
         screen.line("  the model does not declare its FLOPs")
     else:
         screen.line(f"  {format_unit(made.flops_per_token, 'FLOP')} per token, as MFU counts them: {FLOPS_CONVENTION}")
+    for name, row in made.items.items():
+        size, taken = " × ".join(map(str, row.grid)), f"{row.positions:,} position{'s' * (row.positions != 1)}"
+        screen.line(f"  each row is taken to have {row.count:,} × {name} of {size} patches, in {taken} each")
     if made.kernel_flops:
         screen.line(f"  {format_unit(made.kernel_flops, 'FLOP')} in a rank's kernels a step, recomputation included")
     roof = made.roofline

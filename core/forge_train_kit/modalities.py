@@ -5,11 +5,24 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["Encoder", "Fusion", "FusionSpec", "Grid", "Item", "ItemSource", "Modality", "extras_of", "vectors_of"]
+__all__ = [
+    "Encoder",
+    "Fusion",
+    "FusionSpec",
+    "Grid",
+    "Item",
+    "ItemSource",
+    "Modality",
+    "extras_of",
+    "flops_of",
+    "flops_of_encoders",
+    "flops_of_items",
+    "vectors_of",
+]
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +71,8 @@ class Modality(Protocol):
     for one that can't be read where a run asks for that. With `texts(source)`, a text for each of as many equal groups
     of an item's frames, each group has its text before it, and counts as an item of its own.
 
-    It is pickled where data is read by processes, so it holds options, not tensors.
+    It is pickled where data is read by processes, so it holds options, not tensors. It may declare `example()`, an
+    `Item` of zeros of the largest size that its options allow, or of a usual one: `forge plan` counts with it.
     """
 
     name: str
@@ -103,8 +117,8 @@ class Encoder(Protocol):
     """Turns the patches of items into features: an encoder and its connector, an `nn.Module`.
 
     It may declare `units`, names of its modules to shard and recompute one by one, and `flops(patches)`, operations of
-    a forward pass over an item of so many patches. If it gives other than one vector for each patch, it declares
-    `vectors(grids)`, their numbers (`vectors_of`). Rows and items never see each other, nor the padding.
+    a forward pass over an item of so many patches (`flops_of`). If it gives other than one vector for each patch, it
+    declares `vectors(grids)`, their numbers (`vectors_of`). Rows and items never see each other, nor the padding.
     """
 
     def __call__(self, values: Tensor, grids: Tensor) -> Tensor:
@@ -148,6 +162,7 @@ class Fusion(Protocol):
     * `features(**extras)`, called once on each part that has some of `layers`, before the first of them: by name, what
       they are called with beside the extras;
     * `beside`, layer number → names of more of its modules, which a pipeline keeps with that layer;
+    * `flops_of_items(**extras)`, what the items of a batch cost beyond its tokens (see the function of this name);
     * `new_cache()` and, for rows side by side, `new_slots(slots)`: what `features` gets as `cache`, with the number of
       tokens as `tokens`, while text is generated. The first tokens come with extras, later ones alone.
     """
@@ -184,3 +199,41 @@ def vectors_of(encoder: Encoder, grids: Tensor) -> Tensor:
     declared = getattr(encoder, "vectors", None)
     counted: Tensor = grids.prod(-1) if declared is None else declared(grids)
     return counted
+
+
+def flops_of(encoder: Encoder, grid: Grid) -> int:
+    """Operations of a forward pass over an item: what the encoder declares, or one use of each of its weight matrices
+    for each patch."""
+    module: Any = encoder
+    patches = grid[0] * grid[1] * grid[2]
+    if hasattr(module, "flops"):
+        return int(module.flops(patches))
+    weights = sum(int(parameter.numel()) for parameter in module.parameters() if parameter.ndim > 1)
+    return 2 * patches * weights
+
+
+def flops_of_items(part: nn.Module, extras: Mapping[str, Tensor]) -> int:
+    """Operations of a forward and a backward pass that the items of a batch cost on a part of a model, beyond its
+    `flops_per_token`, frozen or not: what its fusion declares, or those of the encoders that it has under `encoders`.
+
+    Args:
+        part: composed.
+        extras: of a batch with whole rows, on the CPU.
+    """
+    fusion: Any = getattr(part, "fusion", None)
+    if fusion is None:
+        return 0
+    if declared := getattr(fusion, "flops_of_items", None):
+        return int(declared(**extras))
+    paths = ((path.split("."), module) for path, module in fusion.named_modules())
+    return flops_of_encoders(((names[-1], one) for names, one in paths if names[-2:-1] == ["encoders"]), extras)
+
+
+def flops_of_encoders(encoders: Iterable[tuple[str, Any]], extras: Mapping[str, Tensor]) -> int:
+    """Operations of a forward and a backward pass of encoders, by modality, over the items of a batch."""
+    found = 0
+    for name, encoder in encoders:
+        grids = extras.get(extras_of(name)[1])
+        for time, height, width in [] if grids is None else grids.flatten(0, 1).tolist():
+            found += 3 * flops_of(encoder, (time, height, width)) if time else 0
+    return found

@@ -9,8 +9,9 @@ PER_UNIT = Fact(
     bool,
     "True if each further identical unit of the model adds the same amount to what the plugin has a step store, send "
     "and compute: `forge plan` then rehearses a few of many such units. Applies to plugins that build units or see all "
-    "of them (`build_model`, `attention`, `feed_forward`, `task`, `executor`, `optimizer`, `parallelize`). False for "
-    "gradients sent in buckets of a fixed size, or a layer that changes behaviour from some index on.",
+    "of them (`build_model`, `attention`, `feed_forward`, `fusion`, `modalities`, `task`, `executor`, `optimizer`, "
+    "`parallelize`). False for gradients sent in buckets of a fixed size, or a layer that changes behaviour from some "
+    "index on.",
 )
 EXAMPLE = Fact(
     "check.example",

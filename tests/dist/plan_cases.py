@@ -78,7 +78,13 @@ def measure(folder: str, plugins: Sequence[str], config: Mapping[str, Any], pres
     """Several steps where the peak counts, one where bytes that never change are counted."""
     steps = 4 if preset == "quickstart" else 2
     run = run_forge(
-        (*plugins, Meter), config, without=without(preset), steps=steps, folder=Path(folder), preset=preset, name="run"
+        (*plugins, Meter),
+        config,
+        without=without(preset, plugins),
+        steps=steps,
+        folder=Path(folder),
+        preset=preset,
+        name="run",
     )
     meter: Meter = run.plugin("meter")
     state = [value for held in run.optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
@@ -93,5 +99,6 @@ def measure(folder: str, plugins: Sequence[str], config: Mapping[str, Any], pres
     }
 
 
-def without(preset: str) -> tuple[str, ...]:
-    return ("sample",) if preset == "quickstart" else ()
+def without(preset: str, plugins: Sequence[str]) -> tuple[str, ...]:
+    beside = ("text",) if "multimodal" in plugins else ()
+    return ("sample", *beside) if preset == "quickstart" else beside

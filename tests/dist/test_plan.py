@@ -13,6 +13,7 @@ from crossed import marked
 from forge_train_tools.planning import Plan, plan
 from forge_train_tools.testing import Pool
 from forge_train_tools.testing.runs import prepared
+from items_data import write_records
 
 pytestmark = [pytest.mark.dist]
 
@@ -20,14 +21,39 @@ Settings = Mapping[str, Any]
 TP2, HSDP = {"parallel.tp": 2}, {"parallel.dp_replicate": 2}
 BF16 = {"train.precision": "bf16"}
 TINY = {"train.global_batch": 16, "train.micro_batch": 2, "decoder.kv_heads": 4}
-QUICK = {"text.baseline": False, "run.device": "cpu", "train.evaluate_every": 0}
+REST = {"run.device": "cpu", "train.evaluate_every": 0}
+QUICK = {"text.baseline": False, **REST}
 CUT = {"decoder.dim": 80, "decoder.heads": 4, "decoder.head_dim": 20, "decoder.hidden": 132}
 """Rows whose blocks tensor parallelism cuts: scales are reduced."""
+PICTURES = {
+    "train.sequence": 68,
+    "multimodal.packing": "pad",
+    "multimodal.held_out": 0,
+    **{f"image.{key}": value for key, value in {"size": 32, "patch": 8, "merge": 1, "dim": 128, "layers": 4}.items()},
+    "image.heads": 4,
+}
+"""Of 16 patches; a text that is nothing else takes 17 positions."""
+PACKED = {**PICTURES, "multimodal.packing": "best_fit"}
 CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
     "one process": ("quickstart", 1, (), {}),
     "one process, ac": ("quickstart", 1, ("ac",), {}),
     "one process, ac selective": ("quickstart", 1, ("ac",), {"ac.mode": "selective"}),
     "one process, bf16, in three": ("quickstart", 1, (), {"train.micro_batch": 2, **BF16}),
+    "one process, pictures": ("quickstart", 1, ("multimodal", "image"), PACKED),
+    "one process, pictures, ac": ("quickstart", 1, ("multimodal", "image", "mot", "ac"), PACKED),
+    "one process, pictures, experts": (
+        "quickstart",
+        1,
+        ("multimodal", "image", "moma", "moe"),
+        {**PACKED, "moe.experts": 4},
+    ),
+    "one process, pictures beside": (
+        "quickstart",
+        1,
+        ("multimodal", "image", "cross_attention"),
+        {**PICTURES, "cross_attention.every": 2},
+    ),
+    "quickstart fsdp2, pictures": ("quickstart", 2, ("multimodal", "image", "fsdp2"), PACKED),
     "quickstart fsdp2": ("quickstart", 4, ("fsdp2",), {}),
     "quickstart fsdp2, ac selective": ("quickstart", 4, ("fsdp2", "ac"), {"ac.mode": "selective"}),
     "quickstart tp2 × dp2, ac": ("quickstart", 4, ("fsdp2", "tp", "ac"), TP2),
@@ -57,6 +83,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
     "zero1 bf16, lion": ("tiny", 4, ("zero1", "lion"), BF16),
 }
 EXTENDED = (
+    *("one process, pictures, ac", "one process, pictures, experts", "quickstart fsdp2, pictures"),
     *("one process, ac", "one process, bf16, in three", "quickstart fsdp2", "quickstart fsdp2, ac selective", "hsdp"),
     "quickstart tp2 × dp2, ac",
     *("tp2 × dp2", "tp2 × dp2 bf16, tied", "tp2 × dp2, parameters and moments in bf16", "ddp bf16", "zero1"),
@@ -70,17 +97,27 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         launched = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         for name, value in {**launched, "MASTER_ADDR": "here", "MASTER_PORT": 1}.items():
             monkeypatch.setenv(name, str(value))
-        without = plan_cases.without(preset)
+        without = plan_cases.without(preset, plugins)
         with prepared(plugins, config, without=without, preset=preset, folder=tmp_path) as setup:
             return plan(setup, world=world, folder=tmp_path / "none")
 
     return make
 
 
+def pictures(folder: Path) -> Path:
+    """Records of a picture each; four fit into a row."""
+    Image = pytest.importorskip("PIL.Image")
+    for number in range(64):
+        Image.new("RGB", (32, 32), (number, 0, 0)).save(folder / f"{number}.png")
+    return write_records(folder / "p.jsonl", [{"text": "<image>", "images": [f"{one}.png"]} for one in range(64)])
+
+
 @pytest.mark.parametrize("case", marked(CASES, EXTENDED))
 def test_is_what_a_rank_holds_and_sends(ranks: Pool, planned: Any, tmp_path: Path, case: str) -> None:
     preset, world, plugins, config = CASES[case]
     base = TINY if preset == "tiny" else {**QUICK, "text.path": str(tmp_path / ".testing" / "text")}
+    if "multimodal" in plugins:
+        base = {**REST, "multimodal.path": str(pictures(tmp_path))}
     config = {**base, **config}
     made: Plan = planned(preset, world, plugins, config)
     real = ranks.run(plan_cases.measure, world, folder=str(tmp_path), plugins=plugins, config=config, preset=preset)[0]

@@ -80,6 +80,12 @@ def test_plugins_that_do_not_say_so_are_rehearsed_whole(planned: Any) -> None:
     assert not planned(2, ("ddp",), {}, 6)[1]
 
 
+def test_layers_between_layers_are_rehearsed_whole(planned: Any) -> None:
+    """Where a layer is left out, the one before it would not run."""
+    image = {"image.size": 32, "image.dim": 16, "image.heads": 2, "image.layers": 2}
+    assert not planned(1, ("image", "cross_attention"), image, 6)[1]
+
+
 class _Unit(nn.Module):
     def __init__(self, width: int = 4, **options: Any) -> None:
         super().__init__()

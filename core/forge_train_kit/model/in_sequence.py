@@ -77,7 +77,7 @@ class InSequence(nn.Module):
         return {} if self.enter is None else {"enter": "sequence"}
 
     def flops_per_token(self, sequence: int) -> int:
-        """Nothing for a token of text; what an item costs depends on its size."""
+        """Nothing for a token; what an item costs depends on its size (`flops_of_items`)."""
         return 0
 
     def _units(self) -> Iterator[str]:

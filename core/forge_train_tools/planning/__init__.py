@@ -25,6 +25,7 @@ from .topology import Topology
 from .traffic import Traffic
 
 if TYPE_CHECKING:
+    from .examples import RowItems
     from .parameters import Parameters
     from .stages import Look
 
@@ -74,8 +75,11 @@ class Plan:
     """Axis → bytes a rank has to send along it, by the transforms' own count; the global norm and such not counted."""
     accumulation: int
     """Micro-batches of a step."""
+    items: Mapping[str, RowItems]
+    """Modality → the items that each row is taken to have."""
     flops_per_token: float | None
-    """The model's own, as FLOPS_CONVENTION says; repeated operations (recompute) are no part of it."""
+    """The model's own, as FLOPS_CONVENTION says, and what the items of its row cost; repeated operations (recompute)
+    are no part of it."""
     kernel_flops: float
     """FLOPs of the kernels in one rank's step (in the busiest stage of a pipeline), recomputed ones included; masked
     attention counts in full."""
@@ -165,6 +169,7 @@ def plan(
         communication=sending.traffic,
         expected_bytes=sending.expected_bytes,
         accumulation=layout.micro_batches(config.train.global_batch, config.train.micro_batch),
+        items=looks[0].items,
         flops_per_token=flops,
         kernel_flops=busiest.kernel_flops,
         roofline=roof,

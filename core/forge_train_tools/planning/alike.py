@@ -36,7 +36,7 @@ WORTH = 4 * FEW
 """Repetitions from which three short rehearsals take less time than a whole one."""
 LONGEST = 8
 """Units of the longest repetition that is looked for."""
-ASKED = ("build_model", "attention", "feed_forward", "task", "executor", "optimizer")
+ASKED = ("build_model", "attention", "feed_forward", "fusion", "modalities", "task", "executor", "optimizer")
 """Hooks whose plugins build units or see all of them."""
 DEPTH = 4
 """Levels of a module's attributes that are compared; below, their classes are."""

@@ -30,8 +30,8 @@ from forge_train.plugin.job import Job
 from forge_train.step.step import Watcher
 from forge_train_kit.optim import state_of
 
-from ..hookspecs import example_batch
 from .communication import Collective, Collectives
+from .examples import example_of
 from .fewer import passes_of
 from .growth import Event
 from .ledger import Ledger
@@ -227,15 +227,9 @@ class _Examples:
 
     @cached_property
     def _batch(self) -> Batch:
-        hooks, train = self._job.hooks, self._job.config.train
-        if batch := dict(example_batch(self._job)).get(hooks.provider("build_data") or ""):
-            return batch
-        self._found.notes.append(
-            f"batches are taken for token ids and labels: plugin {hooks.provider('build_data')!r} says nothing of them "
-            "(example_batch)"
-        )
-        ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
-        return Batch(ids, ids)
+        example = example_of(self._job)
+        self._found.notes += example.notes
+        return example.batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"sequences": 0}

@@ -9,17 +9,20 @@ from typing import Any
 
 from forge_train.base.errors import ForgeError
 from forge_train.compose.compose import Composition, compose
+from forge_train.contract.batch import Batch
 from forge_train.mesh.layout import Layout
 from forge_train.mesh.tensors import held_bytes
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 from forge_train.run.run import Run
+from forge_train_kit.modalities import flops_of_items
 from forge_train_kit.pipeline.timetable import Timetable
 
 from . import alike
 from .alike import Units, form_of
 from .communication import Names
+from .examples import RowItems, example_of
 from .fewer import affordable
 from .imagined import imagined
 from .optimizer import ParameterSet, parameter_sets
@@ -41,8 +44,9 @@ class Look:
     held: int
     """Bytes of parameters, frozen ones too."""
     flops: list[float | None]
-    """Of each of its parts, per token."""
+    """Of each of its parts, per token, with what the items of its row cost."""
     expected_bytes: dict[str, float]
+    items: Mapping[str, RowItems] = field(default_factory=dict)
     form: Hashable = None
     """Equal for stages that do the same; None for one that is rehearsed whatever others do."""
     sets: tuple[ParameterSet, ...] = ()
@@ -155,7 +159,7 @@ def _like(twin: Look, own: Look, stage: int) -> Look:
 def _composed(job: Job, composition: Composition, stage: int, units: Units) -> Look:
     """Look at a composition before it is rehearsed."""
     model, names, train = composition.model, Names(job.dist), job.config.train
-    stages = job.dist.layout.pp
+    stages, example = job.dist.layout.pp, example_of(job)
     stored = {id(p): p for one in (model, *job.models.values()) for p in one.parameters()}  # frozen ones, too
     look = Look(
         report=composition.report,
@@ -163,8 +167,9 @@ def _composed(job: Job, composition: Composition, stage: int, units: Units) -> L
         parameters=count(model, names),
         whole=giants(model),
         held=held_bytes(stored.values()),
-        flops=[_flops(part, train.sequence) for part in model.parts],
+        flops=[_flops(part, example.batch) for part in model.parts],
         expected_bytes=expected_bytes(composition, names),
+        items=example.items,
     )
     if stages > 1 and not affordable(model, job.dist.layout.micro_batches(train.global_batch, train.micro_batch)):
         look.form = (stage == 0, stage == stages - 1, *(form_of(part, units) for part in model.parts))
@@ -197,9 +202,11 @@ def _look(job: Job, stage: int, units: Units, *, alternatives: bool) -> Look:
     return look
 
 
-def _flops(part: Any, sequence: int) -> float | None:
+def _flops(part: Any, batch: Batch) -> float | None:
     count = getattr(part, "flops_per_token", None)
-    return None if count is None else float(count(sequence))
+    if count is None:
+        return None
+    return float(count(batch.inputs.shape[1])) + flops_of_items(part, batch.extras) / batch.inputs.numel()
 
 
 def _changes(recorded: Recorded, *, activations: bool) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forge_train_kit.modalities import FusionSpec
+from forge_train_kit.modalities import FusionSpec, flops_of_encoders
 from forge_train_kit.model import Slots, TensorStyle, flops_per_token
 
 from .items import Items
@@ -81,9 +81,21 @@ class Between(nn.Module):
         return plan
 
     def flops_per_token(self, sequence: int) -> int:
-        """Operations per token of its layers; what an item costs depends on its size."""
-        layers = [layer for layer in self.layers.values() if isinstance(layer, CrossLayer)]
-        return flops_per_token(sequence, weights=sum(layer.weights() for layer in layers))
+        """Operations per token of its layers."""
+        return flops_per_token(sequence, weights=sum(layer.weights() for layer in self._own))
+
+    def flops_of_items(self, **extras: Tensor) -> int:
+        """Operations of the encoders, of keys and values, and of attention to them."""
+        reader: Any = self.items if self.items is not None else next(iter(self.copies.values()), None)
+        if reader is None:
+            return 0
+        vectors, pairs = reader.seen(**extras)
+        each = sum(6 * layer.weights_of_items() * vectors + 12 * layer.attention.width * pairs for layer in self._own)
+        return int(each) + (0 if self.items is None else flops_of_encoders(self.items.encoders.items(), extras))
+
+    @property
+    def _own(self) -> list[CrossLayer]:
+        return [layer for layer in self.layers.values() if isinstance(layer, CrossLayer)]
 
     def _of_encoders(self) -> Iterator[str]:
         for name, encoder in self.items.encoders.items() if self.items is not None else ():

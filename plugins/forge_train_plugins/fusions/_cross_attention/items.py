@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train_kit.modalities import extras_of, vectors_of
@@ -39,8 +40,7 @@ class Items(nn.Module):
             values, grids, places = (extras.get(one) for one in extras_of(name))
             if values is None or grids is None or places is None:
                 continue
-            ranges = extras.get(ranges_of(name))
-            ranges = item_ranges(places, None, last=self.last) if ranges is None else ranges
+            ranges = self._ranges(name, extras)
             vectors = encoder(values, grids)
             item = self._items(vectors_of(encoder, grids), vectors.shape[1])
             features.append(vectors.masked_fill((item == grids.shape[1])[..., None], 0.0))
@@ -52,6 +52,22 @@ class Items(nn.Module):
         mask = torch.zeros(visible.shape, dtype=joined.dtype, device=joined.device)
         mask.masked_fill_(~visible & sees[..., None], float("-inf"))
         return {"features": joined, "mask": mask[:, None], "sees": sees}
+
+    def seen(self, **extras: Tensor) -> tuple[int, int]:
+        """The number of vectors in a batch, and of pairs of a token and a vector that it attends to."""
+        vectors = pairs = 0
+        for name, encoder in self.encoders.items():
+            grids = extras.get(extras_of(name)[1])
+            if grids is not None:
+                ends = F.pad(vectors_of(encoder, grids).cumsum(-1), (1, 0))
+                first, last = self._ranges(name, extras).unbind(-1)
+                vectors += int(ends[:, -1].sum())
+                pairs += int((ends.gather(1, last) - ends.gather(1, first)).sum())
+        return vectors, pairs
+
+    def _ranges(self, name: str, extras: Mapping[str, Tensor]) -> Tensor:
+        found = extras.get(ranges_of(name))
+        return item_ranges(extras[extras_of(name)[2]], None, last=self.last) if found is None else found
 
     @staticmethod
     def _items(counts: Tensor, vectors: int) -> Tensor:

@@ -142,9 +142,11 @@ class CrossLayer(nn.Module):
 
     def weights(self) -> int:
         """Elements of the matrices that each token is multiplied by; keys and values are of items."""
-        of_items = (self.attention.k, self.attention.v)
-        every = sum(one.numel() for one in self.parameters() if one.ndim > 1)
-        return every - sum(one.weight.numel() for one in of_items)
+        return sum(one.numel() for one in self.parameters() if one.ndim > 1) - self.weights_of_items()
+
+    def weights_of_items(self) -> int:
+        """Elements of the matrices that each feature vector is multiplied by."""
+        return self.attention.k.weight.numel() + self.attention.v.weight.numel()
 
 
 def _start(value: float, seed: int) -> Tensor:

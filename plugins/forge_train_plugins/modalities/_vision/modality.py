@@ -24,6 +24,14 @@ def _size(config: VisionSection, size: tuple[int, int]) -> tuple[int, int]:
     return fitted(*size, config.size, config.patch * config.merge, keep=config.fit == "keep")
 
 
+def _example(config: VisionSection, frames: int, features: int) -> Item:
+    """The largest item: a square."""
+    import numpy as np
+
+    grid = _grid(config, frames, config.size, config.size)
+    return Item(np.zeros((grid[0] * grid[1] * grid[2], features), np.uint8), grid)
+
+
 def _grid(config: VisionSection, frames: int, width: int, height: int) -> Grid:
     return frames, height // config.patch, width // config.patch
 
@@ -74,6 +82,9 @@ class Pictures:
 
     def spread(self, grid: Grid) -> Grid | None:
         return _spread(self.config, grid, 1)
+
+    def example(self) -> Item:
+        return _example(self.config, 1, self.features)
 
     def encoder(self, dim: int) -> Encoder:
         from .encoder import VisionEncoder
@@ -131,6 +142,9 @@ class Clips:
 
     def spread(self, grid: Grid) -> Grid | None:
         return _spread(self.config, grid, self.config.temporal)
+
+    def example(self) -> Item:
+        return _example(self.config, self.config.frames, self.features)
 
     def encoder(self, dim: int) -> Encoder:
         from .encoder import VisionEncoder
