@@ -39,6 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "video": {"temporal": 2},
     "video, keep, rotary": {"temporal": 2, "fit": "keep", "positions": "rotary"},
+    "video, pooling": {"temporal": 2, "connector": "pooling"},
     "video, resampler": {"temporal": 2, "connector": "resampler", "queries": 3, "merge": 1},
     "sines_1d": {"fit": "keep", "positions": "sines_1d"},
     "linear": {"connector": "linear", "final_norm": False, "bias": False},
@@ -271,6 +272,7 @@ def test_counts_the_operations_that_torch_counts(mode: str) -> None:
 def test_neighbouring_frames_are_averaged() -> None:
     """Two frames alike give what one gives; frames of other groups change nothing."""
     built, one = encoder("video"), encoder("square")
+    one.connector.time = built.connector.time
     torch.manual_seed(3)
     frames = torch.randint(0, 256, (3, 4, 4, 48), dtype=torch.uint8)  # frame, block, patch of it
     clip = torch.cat((torch.stack((frames[0], frames[0]), 1), torch.stack((frames[1], frames[2]), 1)))
@@ -279,13 +281,17 @@ def test_neighbouring_frames_are_averaged() -> None:
     torch.testing.assert_close(out[0, :4], alone[0])
 
 
-def test_a_resampler_sees_the_order_of_frames() -> None:
-    built = encoder("video, resampler")
+@pytest.mark.parametrize(
+    ("mode", "count"), [("video", 4), ("video, keep, rotary", 4), ("video, pooling", 4), ("video, resampler", 3)]
+)
+def test_vectors_tell_the_order_of_frames(mode: str, count: int) -> None:
+    """Without the place in the sequence, which attention between sequences does not see."""
+    built = encoder(mode)
     values, grids = torch.randint(0, 256, (1, 64, 48), dtype=torch.uint8), torch.tensor([[[4, 4, 4]]])
     turned = values.roll(32, 1)
-    assert (built(values, grids) - built(turned, grids)).abs().max() > 1e-6
+    assert (built(values, grids) - built(turned, grids).roll(count, 1)).abs().max() > 1e-6
     two = torch.tensor([[[2, 4, 4], [2, 4, 4]]])  # two clips that each begin anew
-    torch.testing.assert_close(built(values, two), built(turned, two).roll(3, 1))
+    torch.testing.assert_close(built(values, two), built(turned, two).roll(count, 1))
 
 
 @each_mode

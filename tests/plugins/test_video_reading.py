@@ -252,4 +252,4 @@ def test_goes_to_workers_and_says_its_rule() -> None:
     (problem,) = Video(Video.Config(heads=5)).check_config()
     assert problem.key == "video.heads"
     (problem,) = Video(Video.Config(dim=9, heads=3, connector="resampler", queries=2, merge=1)).check_config()
-    assert (problem.key, problem.message) == ("video.dim", "expected an even number for a resampler.")
+    assert (problem.key, problem.message) == ("video.dim", "expected an even number.")

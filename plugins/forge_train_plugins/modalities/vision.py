@@ -53,6 +53,8 @@ class Image(Plugin):
 class Video(Plugin):
     """Video clips: frames at even distances, which the encoder of `image` sees one by one.
 
+    Before the connector, sines of the number in the clip are added to each patch.
+
     Files are those of FFmpeg's usual formats: MP4 and MOV, Matroska and WebM, AVI, MPEG, FLV, Ogg, ASF and GIF.
     """
 
@@ -83,8 +85,8 @@ class Video(Plugin):
         yield from check(self.config, "video")
         if self.config.frames % self.config.temporal:
             yield Problem("video.frames", f"expected a multiple of temporal = {self.config.temporal}.")
-        if self.config.connector == "resampler" and self.config.dim % 2:
-            yield Problem("video.dim", "expected an even number for a resampler.")
+        if self.config.dim % 2:
+            yield Problem("video.dim", "expected an even number.")
         if self.config.connector == "resampler" and self.config.times:
             yield Problem("video.times", "has no effect with a resampler, whose queries stand for a whole clip.")
 

@@ -23,14 +23,26 @@ def connector(config: VisionSection, dim: int, *, clips: bool) -> Projection | P
     """The connector of a section, to vectors of this width."""
     if config.connector == "resampler":
         return Resampler(config, dim, clips=clips)
-    return Pooling(config, dim) if config.connector == "pooling" else Projection(config, dim)
+    return (Pooling if config.connector == "pooling" else Projection)(config, dim, clips=clips)
 
 
-class Projection(nn.Module):
+class _Connector(nn.Module):
+    """Adds sines of its frame's number to each patch of a clip: attention to the features would not tell their order,
+    as in Flamingo (arXiv:2204.14198, §2.1)."""
+
+    def __init__(self, config: VisionSection, *, clips: bool) -> None:
+        super().__init__()
+        self.time = Sines(config.dim, axes=1) if clips else None
+
+    def timed(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
+        return features if self.time is None else features + self.time.of(where().time).to(features.dtype)
+
+
+class Projection(_Connector):
     """The features of a block of patches, side by side, to one vector: one projection, or two with GELU in between."""
 
-    def __init__(self, config: VisionSection, dim: int) -> None:
-        super().__init__()
+    def __init__(self, config: VisionSection, dim: int, *, clips: bool) -> None:
+        super().__init__(config, clips=clips)
         self.block = config.merge**2
         self.first = Linear(config.dim * self.block, dim, bias=True, std=config.std)
         self.second = Linear(dim, dim, bias=True, std=config.std) if config.connector == "mlp" else None
@@ -38,6 +50,7 @@ class Projection(nn.Module):
     def forward(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
         """`[batch, patches, width]` to `[batch, vectors, dim]`."""
         batch, patches, width = features.shape
+        features = self.timed(features, where)
         x: Tensor = self.first(features.reshape(batch, patches // self.block, self.block * width))
         return x if self.second is None else self.second(F.gelu(x))
 
@@ -68,11 +81,11 @@ class _Attention(nn.Module):
         return 4 * (queries + patches) * self.dim**2 + 4 * queries * seen * self.dim
 
 
-class Pooling(nn.Module):
+class Pooling(_Connector):
     """A block of patches to one vector: their mean attends to them, as in Molmo (arXiv:2409.17146)."""
 
-    def __init__(self, config: VisionSection, dim: int) -> None:
-        super().__init__()
+    def __init__(self, config: VisionSection, dim: int, *, clips: bool) -> None:
+        super().__init__(config, clips=clips)
         self.block = config.merge**2
         self.attention = _Attention(config)
         self.first = Linear(config.dim, dim, bias=True, std=config.std)
@@ -80,7 +93,7 @@ class Pooling(nn.Module):
 
     def forward(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
         """`[batch, patches, width]` to `[batch, vectors, dim]`."""
-        blocks = features.reshape(-1, self.block, features.shape[-1])
+        blocks = self.timed(features, where).reshape(-1, self.block, features.shape[-1])
         pooled = self.attention(blocks.mean(1, keepdim=True), blocks)
         vectors: Tensor = self.second(F.gelu(self.first(pooled)))
         return vectors.reshape(len(features), -1, vectors.shape[-1])
@@ -106,26 +119,21 @@ class Queries(nn.Module):
         return self.weight
 
 
-class Resampler(nn.Module):
+class Resampler(_Connector):
     """An item of any size to as many vectors as there are learned queries, which attend to its patches, as in Qwen-VL
-    (arXiv:2308.12966; the Perceiver, arXiv:2103.03206).
-
-    Sines of its frame's number are added to each patch of a clip: nothing else would tell the order of frames.
-    """
+    (arXiv:2308.12966; the Perceiver, arXiv:2103.03206)."""
 
     def __init__(self, config: VisionSection, dim: int, *, clips: bool) -> None:
-        super().__init__()
+        super().__init__(config, clips=clips)
         self.queries = Queries(config.queries, config.dim, config.std)
         self.query_norm, self.norm = LayerNorm(config.dim, config.norm_eps), LayerNorm(config.dim, config.norm_eps)
-        self.time = Sines(config.dim, axes=1) if clips else None
         self.attention = _Attention(config)
         self.first = Linear(config.dim, dim, bias=True, std=config.std)
         self.second = Linear(dim, dim, bias=True, std=config.std)
 
     def forward(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
         """`[batch, patches, width]` to `[batch, items · queries, dim]`."""
-        place, asked, normed = where(), self.query_norm(self.queries()), self.norm(features)
-        normed = normed if self.time is None else normed + self.time.of(place.time).to(normed.dtype)
+        place, asked, normed = where(), self.query_norm(self.queries()), self.timed(self.norm(features), where)
         queries = asked.repeat(place.items, 1).expand(len(features), -1, -1)
         number = torch.arange(place.items, device=features.device)[:, None]
         own = place.item[:, None] == number  # [batch, items, patches]
