@@ -38,6 +38,8 @@ class KernelCapabilities:
     """`query_document_ids`, and an `offset` beyond the keys: these are a block, of which a query may see nothing."""
     lengths: bool = False
     """`lengths`: one query for each row, and rows with different numbers of keys."""
+    prefixes: bool = False
+    """`prefix_ends`: queries of a prefix see all of it, what comes after them too."""
     head_dims: tuple[int, ...] = ()
     """Features per head; as a capability, empty is any."""
 
@@ -62,6 +64,7 @@ _PHRASES = {
     "log_sum_exp": "the log-sum-exp",
     "blocks": "keys in blocks, of which a query may see none",
     "lengths": "rows with different numbers of keys",
+    "prefixes": "prefixes that see all of themselves",
     "head_dims": "heads of {} features",
 }
 

@@ -62,6 +62,9 @@ class Layer:
     sets its attribute `sinks` to true."""
     attention_dropout: float = 0.0
     """Share of attention's weights that is zeroed in training. Attention that does so has it as an attribute."""
+    prefix: bool = False
+    """True if the tokens of a prefix see each other. Attention that does so has it as an attribute, and its forward
+    takes `prefix_ends` as `AttentionOptions` does, or None."""
 
 
 class FeedForward(Protocol):
@@ -138,8 +141,13 @@ class AttentionOptions:
     lengths: Tensor | None = None
     """[lengths] `[batch]` int64: each row has one query, which sees this many keys, the first ones; the others are
     finite. Not beside documents, a window, an offset or dropout."""
+    prefix_ends: Tensor | None = None
+    """[prefixes] `[batch, sequence]` int64 of the queries: a query in a prefix sees all keys of its document before
+    this position, counted from the first key, whatever the window; others have 0. Not beside lengths and blocks."""
 
     def __post_init__(self) -> None:
+        if self.prefix_ends is not None and (self.lengths is not None or self.query_document_ids is not None):
+            raise ConfigError("Attention takes no prefixes beside lengths of rows or keys in blocks.")
         beside = (self.document_ids, self.query_document_ids, self.window, self.offset, self.dropout)
         if self.lengths is not None and any(one is not None for one in beside):
             raise ConfigError("Attention takes no lengths of rows beside documents, a window, an offset or dropout.")
@@ -167,6 +175,7 @@ class AttentionOptions:
             ("sinks", self.sinks),
             ("log_sum_exp", self.log_sum_exp or None),
             ("lengths", self.lengths),
+            ("prefixes", self.prefix_ends),
         )
         needed = [flag for flag, value in options if value is not None]
         if self.offset is not None or (queries != keys and self.lengths is None):

@@ -48,6 +48,15 @@ ASKED: list[dict[str, Any]] = [
 ]
 AFTER = torch.stack([DOCUMENTS[0, -1:].expand(140), DOCUMENTS[1, -1:].expand(140) + (torch.arange(140) >= 30)])
 """Queries after the keys: of the first row all see their last document, of the second row the first 30 do."""
+ENDS = torch.zeros(2, SEQUENCE, dtype=torch.int64)
+ENDS[0, 1:90], ENDS[0, 131:299], ENDS[1, :128], ENDS[1, 256:290] = 90, 299, 128, 290
+"""Of prefixes that end in their document."""
+PREFIXES: list[dict[str, Any]] = [
+    {"prefix_ends": ENDS},
+    {"prefix_ends": ENDS, "document_ids": DOCUMENTS, "window": 20},
+    {"prefix_ends": ENDS[:, 90:230], "queries": 140, "offset": 90, "document_ids": DOCUMENTS},
+    {"prefix_ends": torch.full_like(ENDS, SEQUENCE)},
+]
 MORE: list[dict[str, Any]] = [
     {"soft_cap": 0.7, "document_ids": DOCUMENTS},
     {"sinks": True, "document_ids": DOCUMENTS, "window": 70},
@@ -87,21 +96,22 @@ def told(asked: dict[str, Any]) -> str:
 # -- flex -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", [*ASKED, *MORE], ids=told)
+@pytest.mark.parametrize("asked", [*ASKED, *MORE, *PREFIXES], ids=told)
 def test_what_flex_asks_of_flex_attention_is_attention(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch refuses gradients on a CPU, and has an unfused backward pass all the same."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     agree(FlexKernel(torch_flex.flex_attention), asked, kv_heads=2)
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=told)
+@pytest.mark.parametrize("asked", [*ASKED, *PREFIXES], ids=told)
 def test_block_masks_are_those_of_every_query_and_key(asked: dict[str, Any]) -> None:
     queries, document_ids = asked.get("queries", SEQUENCE), asked.get("document_ids")
     offset = asked.get("offset", SEQUENCE - queries)
-    cpu, keys = torch.device("cpu"), offset + queries
-    mask = make_block_mask(document_ids, queries, keys, offset, asked.get("window"), cpu)
+    ends = asked.get("prefix_ends")
+    cpu, keys = torch.device("cpu"), offset + queries if ends is None else SEQUENCE
+    mask = make_block_mask(document_ids, queries, keys, offset, asked.get("window"), cpu, None, ends)
     cut = None if document_ids is None else document_ids[:, :keys]
-    visible = ~hidden(cut, queries, keys, offset, asked.get("window"), cpu)[0][:, 0]
+    visible = ~hidden(cut, queries, keys, offset, asked.get("window"), cpu, None, ends)[0][:, 0]
     made = torch_flex.create_block_mask(
         lambda b, h, q, k: visible[b if len(visible) > 1 else 0, q, k], len(visible), None, queries, keys, device="cpu"
     )

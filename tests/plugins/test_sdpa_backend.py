@@ -51,7 +51,12 @@ def test_a_run_with_a_backend_ends_where_the_default_does(run_forge: RunForge) -
     ("backend", "precision", "masked", "says"),
     [
         ("flash", "fp32", False, "computes in bf16 or fp16 only, and train.precision is 'fp32'"),
-        ("flash", "bf16", True, "takes no mask, but the run needs one for documents or windows; use the kernel"),
+        (
+            "flash",
+            "bf16",
+            True,
+            "takes no mask, but the run needs one for documents, windows or prefixes; use the kernel",
+        ),
         ("cudnn", "bf16", True, "this torch has no cuDNN"),
         ("flash", "bf16", False, ""),
         ("efficient", "fp32", True, ""),

@@ -36,6 +36,8 @@ def attention_weights(query: Tensor, key: Tensor, options: AttentionOptions, hea
     hidden = (columns > positions)[None]
     if options.window is not None:
         hidden = hidden | (columns <= positions - options.window)[None]
+    if (ends := options.prefix_ends) is not None:
+        hidden = hidden & (columns >= ends[:, :, None])
     if (ids := options.document_ids) is not None:
         hidden = hidden | (ids[:, offset : offset + queries, None] != ids[:, None, :])
     logits = logits.masked_fill(hidden[:, None], -torch.inf)

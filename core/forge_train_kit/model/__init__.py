@@ -31,7 +31,7 @@ from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, SectionedRoPE, Ya
 from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .samples import gather_samples
 from .slots import PositionMemory, RowMemory, SlotCache, Slots, filled
-from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
+from .spans import PerBatch, document_bounds, first_visible, is_imagined, last_visible, neighbours
 from .tiled import LargestLogit, TiledAttention
 from .updates import trained_beside, updated_already, without_updates
 
@@ -85,6 +85,7 @@ __all__ = [
     "gather_rows",
     "gather_samples",
     "is_imagined",
+    "last_visible",
     "neighbours",
     "pair_weights",
     "pool",

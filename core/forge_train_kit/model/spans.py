@@ -24,7 +24,12 @@ class PerBatch(Generic[_T]):
         self._made: dict[Hashable, tuple[Any, Tensor | None]] = {}
 
     def __call__(
-        self, document_ids: Tensor | None, facts: Hashable, make: Callable[[], _T], of_queries: Tensor | None = None
+        self,
+        document_ids: Tensor | None,
+        facts: Hashable,
+        make: Callable[[], _T],
+        of_queries: Tensor | None = None,
+        prefix_ends: Tensor | None = None,
     ) -> _T:
         """The result of `make` for these ids, in their present state, and for equal facts.
 
@@ -33,8 +38,12 @@ class PerBatch(Generic[_T]):
             facts: everything else that the result depends on.
             make: called if there is no result yet.
             of_queries: document ids of the queries, if they are given separately.
+            prefix_ends: where their prefixes end, if they have some. Not beside `of_queries`.
         """
-        if torch.compiler.is_compiling() or (document_ids is not None and document_ids.is_inference()):
+        of_queries = prefix_ends if of_queries is None else of_queries
+        document_ids = prefix_ends if document_ids is None else document_ids
+        given = (one for one in (document_ids, of_queries) if one is not None)
+        if torch.compiler.is_compiling() or any(one.is_inference() for one in given):
             return make()
         whole, piece = getattr(document_ids, PIECE, (document_ids, None))
         version = 0 if whole is None else whole._version
@@ -72,8 +81,9 @@ def first_visible(
     window: int | None = None,
     device: torch.device | None = None,
     query_document_ids: Tensor | None = None,
+    prefix_ends: Tensor | None = None,
 ) -> Tensor:
-    """The first key that each query sees: it sees all keys from there to its own position, or to the last key.
+    """The first key that each query sees: it sees all keys from there to the last one (`last_visible`).
 
     Args:
         document_ids: `[batch, keys]` int64, the tokens of a document next to each other; see `check_neighbours`.
@@ -83,6 +93,7 @@ def first_visible(
         window: number of positions that a query sees, including its own.
         device: of the result, if there are no document ids.
         query_document_ids: `[batch, queries]`, if the keys are a block before or around the queries' positions.
+        prefix_ends: `[batch, queries]`, as in `AttentionOptions`.
 
     Returns:
         `[batch, queries]` int64, `keys` or more for a query that sees no key; `[1, queries]` without document ids.
@@ -97,7 +108,30 @@ def first_visible(
         first = starts.cummax(1).values[:, nearest]
         if query_document_ids is not None:
             first = first.masked_fill(query_document_ids != document_ids[:, nearest], keys)
-    return first if window is None else first.maximum(rows - window + 1)
+    if window is None:
+        return first
+    near = first.maximum(rows - window + 1)
+    return near if prefix_ends is None else torch.where(prefix_ends > 0, first, near)
+
+
+def last_visible(rows: Tensor, prefix_ends: Tensor | None, document_ids: Tensor | None = None) -> Tensor:
+    """The last key that each query sees, if there are so many.
+
+    Args:
+        rows: `[queries]`, their positions, counted from the first key.
+        prefix_ends: `[batch, queries]`, as in `AttentionOptions`.
+        document_ids: `[batch, keys]`, of keys that are no block.
+
+    Returns:
+        `[batch, queries]`; `[1, queries]` without prefixes.
+    """
+    if prefix_ends is None:
+        return rows[None]
+    if document_ids is None:
+        return rows.maximum(prefix_ends - 1)
+    keys = document_ids.shape[1]
+    lasts = torch.where(_begins(document_ids.flip(1)), torch.arange(keys, device=rows.device), 0).cummax(1).values
+    return rows.maximum(prefix_ends - 1).minimum((keys - 1 - lasts.flip(1))[:, rows])
 
 
 def document_bounds(document_ids: Tensor, queries: int, *, offset: int) -> tuple[Tensor, Tensor]:

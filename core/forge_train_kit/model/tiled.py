@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from forge_train_kit.capabilities import KernelCapabilities
 
 from ..layers import AttentionOptions
-from .spans import PerBatch, check_neighbours, first_visible, is_imagined
+from .spans import PerBatch, check_neighbours, first_visible, is_imagined, last_visible
 
 TILE = 64
 """Queries per tile: on a CPU faster than 128 and 256 for documents of 256 and 512 tokens (torch 2.13), and smaller."""
@@ -30,10 +30,10 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The tiles of a batch, and the first key that each query sees."""
+    """The tiles of a batch, and the first and the last key that each query sees, `[rows or 1, queries]`."""
 
     first: Tensor
-    offset: int
+    last: Tensor
     tiles: tuple[Tile, ...]
 
 
@@ -46,7 +46,14 @@ class TiledAttention:
     """
 
     capabilities: KernelCapabilities = KernelCapabilities(
-        documents=True, offsets=True, windows=True, soft_caps=True, sinks=True, log_sum_exp=True, blocks=True
+        documents=True,
+        offsets=True,
+        windows=True,
+        soft_caps=True,
+        sinks=True,
+        log_sum_exp=True,
+        blocks=True,
+        prefixes=True,
     )
     """Supported capabilities; fewer in a stand-in for a kernel that declares fewer."""
 
@@ -74,8 +81,8 @@ class TiledAttention:
 
 def _planned(plan: PerBatch[Plan], query: Tensor, key: Tensor, options: AttentionOptions) -> Plan:
     facts = (query.shape[1], key.shape[1], options.first_query(query, key), options.window, query.device)
-    ids, of_queries = options.document_ids, options.query_document_ids
-    return plan(ids, facts, lambda: make_plan(ids, *facts, of_queries), of_queries)
+    ids, of_queries, ends = options.document_ids, options.query_document_ids, options.prefix_ends
+    return plan(ids, facts, lambda: make_plan(ids, *facts, of_queries, ends), of_queries, ends)
 
 
 def make_plan(
@@ -86,8 +93,9 @@ def make_plan(
     window: int | None,
     device: torch.device,
     query_document_ids: Tensor | None = None,
+    prefix_ends: Tensor | None = None,
 ) -> Plan:
-    """Tiles for all rows, or for each row if there are documents; reads the documents' bounds from the device."""
+    """Tiles for all rows, or for each row if there are documents or prefixes; reads their bounds from the device."""
     first = first_visible(
         document_ids,
         queries,
@@ -96,24 +104,31 @@ def make_plan(
         window=window,
         device=device,
         query_document_ids=query_document_ids,
+        prefix_ends=prefix_ends,
     )
+    last = last_visible(torch.arange(offset, offset + queries, device=first.device), prefix_ends, document_ids)
     starts = range(0, queries, TILE)
-    if document_ids is None:
+    known = document_ids if prefix_ends is None else prefix_ends
+    if known is None:
         rows = [slice(None)]
         lows = [[0 if window is None else max(offset + start - window + 1, 0) for start in starts]]
-    elif is_imagined(document_ids):  # a tile of the longest span stands for all of them
+        highs = [[offset + min(start + TILE, queries) - 1 for start in starts]]
+    elif is_imagined(known):  # a tile of the longest span stands for all of them
         stop = min(TILE, queries)
-        return Plan(first, offset, (Tile(slice(0, 1), queries - stop, queries, 0, min(offset + queries, keys)),))
+        return Plan(first, last, (Tile(slice(0, 1), queries - stop, queries, 0, min(offset + queries, keys)),))
     else:
-        check_neighbours(document_ids)
-        rows = [slice(row, row + 1) for row in range(len(first))]
-        lows = torch.stack([first[:, start : start + TILE].amin(1) for start in starts], 1).tolist()
+        if document_ids is not None:
+            check_neighbours(document_ids)
+        rows = [slice(row, row + 1) for row in range(len(known))]
+        first, last = (one.expand(len(known), -1) for one in (first, last))
+        of_tiles = [(first[:, start : start + TILE].amin(1), last[:, start : start + TILE].amax(1)) for start in starts]
+        lows, highs = torch.stack([torch.stack(ends, 1) for ends in zip(*of_tiles, strict=True)]).tolist()
     tiles = tuple(
-        Tile(row, start, stop := min(start + TILE, queries), min(low, last := min(offset + stop, keys)), last)
-        for row, of_row in zip(rows, lows, strict=True)
-        for start, low in zip(starts, of_row, strict=True)
+        Tile(row, start, min(start + TILE, queries), min(low, after := min(high + 1, keys)), after)
+        for row, *of_row in zip(rows, lows, highs, strict=True)
+        for start, low, high in zip(starts, *of_row, strict=True)
     )
-    return Plan(first, offset, tiles)
+    return Plan(first, last, tiles)
 
 
 class LargestLogit:
@@ -210,9 +225,8 @@ def _logits(
         bent = (logits / cap).tanh_()
         slope, logits = 1 - bent.square(), bent * cap
     columns = torch.arange(first, last, device=query.device)
-    positions = torch.arange(plan.offset + start, plan.offset + stop, device=query.device)[:, None]
-    seen_from = plan.first[rows, start:stop, None]
-    return logits.masked_fill(((columns > positions) | (columns < seen_from))[:, None, None], -torch.inf), slope
+    seen_from, seen_to = plan.first[rows, start:stop, None], plan.last[rows, start:stop, None]
+    return logits.masked_fill(((columns > seen_to) | (columns < seen_from))[:, None, None], -torch.inf), slope
 
 
 def _finite(sums: Tensor) -> Tensor:

@@ -171,7 +171,8 @@ class _Looker:
         if (sinks := options.sinks) is not None:
             each = local(sinks)[None, None, :, None].expand(*query.shape[:2], -1, 1)
             self._keep(name + _SINKS, name, each, given=True)
-        self._options[name] = replace(options, document_ids=None, dropout=None, sinks=None)
+        # Of a text that is learned from its first token on, which is then all of its prefix.
+        self._options[name] = replace(options, document_ids=None, dropout=None, sinks=None, prefix_ends=None)
         return kernel(query, key, value, options)
 
     def _keep(self, key: str, module: str, x: Tensor, *, given: bool = False) -> None:

@@ -26,9 +26,10 @@ class Kernel:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         queries, keys, offset = query.shape[1], key.shape[1], options.first_query(query, key)
         ids, of_queries, sinks = options.document_ids, options.query_document_ids, options.sinks
+        ends = options.prefix_ends
         facts = (queries, keys, offset, options.window, query.device)
         if options.lengths is None:
-            unseen, blind = self._hidden(ids, facts, lambda: hidden(ids, *facts, of_queries), of_queries)
+            unseen, blind = self._hidden(ids, facts, lambda: hidden(ids, *facts, of_queries, ends), of_queries, ends)
         else:
             columns = torch.arange(keys, device=query.device)
             unseen, blind = (columns >= options.lengths[:, None])[:, None, None], None
@@ -54,11 +55,14 @@ def hidden(
     window: int | None,
     device: torch.device,
     query_document_ids: Tensor | None = None,
+    prefix_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The keys hidden from each query, `[1 or batch, 1, queries, keys]`; queries without any key, if possible."""
     rows = torch.arange(offset, offset + queries, device=device)[:, None]
     columns = torch.arange(keys, device=device)
     unseen = ((columns > rows) | (columns <= rows - (window or offset + queries)))[None, None]
+    if prefix_ends is not None:
+        unseen = unseen & (columns >= prefix_ends[:, None, :, None])
     if document_ids is not None:
         own = document_ids[:, offset : offset + queries] if query_document_ids is None else query_document_ids
         unseen = unseen | (own[:, None, :, None] != document_ids[:, None, None, :])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from forge_train_kit.layers import AttentionOptions
-from forge_train_kit.model import PerBatch, TiledAttention, first_visible, is_imagined, neighbours
+from forge_train_kit.model import PerBatch, TiledAttention, first_visible, is_imagined, last_visible, neighbours
 
 BLOCK = 128
 """Queries and keys per block: FlexAttention's default."""
@@ -39,7 +39,7 @@ class FlexKernel:
             return self._imagined(query, key, value, options)
         options.check(TiledAttention.capabilities, query, key)
         queries, offset, sinks = query.shape[1], options.first_query(query, key), options.sinks
-        kept = min(offset + queries, key.shape[1])
+        kept = key.shape[1] if options.prefix_ends is not None else min(offset + queries, key.shape[1])
         needs_sums = sinks is not None or options.log_sum_exp
         found = self._attention(
             query.transpose(1, 2),
@@ -50,6 +50,7 @@ class FlexKernel:
                 options.document_ids,
                 (queries, kept, offset, options.window, query.device),
                 options.query_document_ids,
+                options.prefix_ends,
             ),
             scale=options.scale,
             enable_gqa=query.shape[2] != key.shape[2],
@@ -67,9 +68,9 @@ class FlexKernel:
             lse_BHT = total
         return (out, lse_BHT.float()) if options.log_sum_exp else out
 
-    def _mask(self, document_ids: Tensor | None, facts: Facts, of_queries: Tensor | None) -> BlockMask:
+    def _mask(self, ids: Tensor | None, facts: Facts, of_queries: Tensor | None, ends: Tensor | None) -> BlockMask:
         return self._block_mask(
-            document_ids, facts, lambda: make_block_mask(document_ids, *facts, of_queries), of_queries
+            ids, facts, lambda: make_block_mask(ids, *facts, of_queries, ends), of_queries, prefix_ends=ends
         )
 
 
@@ -91,6 +92,7 @@ def make_block_mask(
     window: int | None,
     device: torch.device,
     query_document_ids: Tensor | None = None,
+    prefix_ends: Tensor | None = None,
 ) -> BlockMask:
     """Blocks of keys that some queries of a block see, and blocks that all of them see in full.
 
@@ -105,23 +107,31 @@ def make_block_mask(
         window=window,
         device=device,
         query_document_ids=query_document_ids,
+        prefix_ends=prefix_ends,
+    )
+    last = last_visible(
+        torch.arange(offset, offset + queries, device=first.device),
+        prefix_ends,
+        None if document_ids is None else document_ids[:, :keys],
     )
     if document_ids is not None:
         torch._assert_async(neighbours(document_ids[:, :keys]), "the tokens of a document must be neighbours")
-    lowest, highest = (
-        torch.unflatten(F.pad(first, (0, -queries % BLOCK), value=beyond), 1, (-1, BLOCK)) for beyond in (keys, -1)
+    lowest, highest, farthest, nearest = (
+        torch.unflatten(F.pad(one, (0, -queries % BLOCK), value=beyond), 1, (-1, BLOCK))
+        for one, beyond in ((first, keys), (first, -1), (last, -1), (last, offset + queries))
     )
-    lowest, highest = lowest.amin(2), highest.amax(2)
+    lowest, highest, farthest, nearest = lowest.amin(2), highest.amax(2), farthest.amax(2), nearest.amin(2)
     begin = torch.arange(0, queries, BLOCK, device=device)
     end = (begin + BLOCK).clamp(max=queries)
     key_begin = torch.arange(0, keys, BLOCK, device=device)
     key_end = key_begin + BLOCK
-    seen = (key_begin < (offset + end)[:, None]) & (key_end > lowest[:, :, None])
-    full = (key_begin >= highest[:, :, None]) & (key_end <= (offset + begin + 1)[:, None])
+    seen = (key_begin <= farthest[:, :, None]) & (key_end > lowest[:, :, None])
+    full = (key_begin >= highest[:, :, None]) & (key_end <= nearest[:, :, None] + 1)
     full &= (end - begin == BLOCK)[:, None]
 
     def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return (column <= row + offset) & (column >= first[batch if len(first) > 1 else 0, row])
+        until = row + offset if prefix_ends is None else last[batch, row]
+        return (column <= until) & (column >= first[batch if len(first) > 1 else 0, row])
 
     return BlockMask.from_kv_blocks(
         *_listed(seen & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(queries, keys)

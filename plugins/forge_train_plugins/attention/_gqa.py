@@ -96,6 +96,7 @@ class GroupedQueryAttention(Projections):
         self.rope = layer.rope
         self.sinks, self.sink = layer.sinks, Sinks(layer.heads, layer.std) if layer.sinks else None
         self.window, self.soft_cap, self.scale = layer.window, layer.soft_cap, layer.scale
+        self.prefix = layer.prefix
         self.attention_dropout, self.dropout = layer.attention_dropout, dropout
         self.kernel = kernel
         self.width = layer.heads * layer.head_dim
@@ -108,8 +109,10 @@ class GroupedQueryAttention(Projections):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: KVCache | SlotCache | None = None,
+        prefix_ends: Tensor | None = None,
     ) -> Tensor:
-        """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` int64 or None."""
+        """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`, `prefix_ends`: `[batch, sequence]` int64
+        or None."""
         q_BTHD, k_BTKD, v_BTKD = self.project(x)
         if self.rope is not None:
             q_BTHD, k_BTKD = self._rotated(self.rope, q_BTHD, k_BTKD, position_ids)
@@ -120,6 +123,7 @@ class GroupedQueryAttention(Projections):
             dropout=None if self.dropout is None else self.dropout(x),
             soft_cap=self.soft_cap,
             sinks=None if self.sink is None else self.sink(),
+            prefix_ends=prefix_ends,
         )
         if cache is None:
             out_BTHD = self.kernel(q_BTHD, k_BTKD, v_BTKD, options)

@@ -20,7 +20,7 @@ from forge_train_kit.model import PerBatch
 
 from ._sdpa_after import after_others
 
-CAPABILITIES = KernelCapabilities(documents=True, offsets=True, windows=True, lengths=True)
+CAPABILITIES = KernelCapabilities(documents=True, offsets=True, windows=True, lengths=True, prefixes=True)
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -47,7 +47,10 @@ def missing(backend: str, device: torch.device, precision: str, *, masked: bool)
     if device.type == "cuda" and backend in ("flash", "cudnn") and precision == "fp32":
         return "on CUDA it computes in bf16 or fp16 only, and train.precision is 'fp32'"
     if device.type == "cuda" and backend == "flash" and masked:
-        return "on CUDA it takes no mask, but the run needs one for documents or windows; use the kernel varlen or flex"
+        return (
+            "on CUDA it takes no mask, but the run needs one for documents, windows or prefixes; use the kernel flex, "
+            "or varlen without prefixes"
+        )
     return ""
 
 
@@ -66,7 +69,7 @@ class _Seen:
 class Kernel:
     """Causal grouped-query attention; see `AttentionKernel`.
 
-    Without a mask (no documents and no window) torch uses its flash kernels, which never hold a sequence × sequence
+    Without a mask (no documents, window or prefix) torch uses its flash kernels, which never hold a sequence × sequence
     matrix. Where no other fused kernel takes fewer heads of keys and values than of queries (on CUDA: with a mask, in
     fp32, with wide heads), they are repeated: torch would silently hold the matrix (torch 2.11 to 2.13).
 
@@ -84,16 +87,17 @@ class Kernel:
         document_ids, window, scale = options.document_ids, options.window, options.scale
         if options.lengths is not None:
             return self._compute(query, key, value, self._beyond(options.lengths, query, key), scale)
-        queries, offset = query.shape[1], options.first_query(query, key)
-        keys = offset + queries  # no query sees later keys
+        queries, offset, ends = query.shape[1], options.first_query(query, key), options.prefix_ends
+        keys = offset + queries if ends is None else key.shape[1]  # else no query sees later keys
         key, value = key[:, :keys], value[:, :keys]
         narrow = window is not None and window < offset + queries
-        if offset and queries > 1 and document_ids is None and not narrow:
+        masked = document_ids is not None or narrow or ends is not None
+        if offset and queries > 1 and not masked:
             return self._after(query, key, value, offset, scale)
         mask = None
-        if document_ids is not None or narrow:
+        if masked:
             seen = _Seen(queries, keys, offset, window if narrow else None, query.dtype, query.device)
-            mask = self._mask(document_ids, seen, lambda: make_mask(seen, document_ids))
+            mask = self._mask(document_ids, seen, lambda: make_mask(seen, document_ids, ends), prefix_ends=ends)
         return self._compute(query, key, value, mask, scale)
 
     def _after(self, query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float | None) -> Tensor:
@@ -191,21 +195,24 @@ def only(backend: str, query: Tensor, mask: Tensor | None) -> Iterator[None]:
         raise ConfigError(f"sdpa.backend = {backend!r}: torch can't compute {', '.join(asked)} with it.") from error
 
 
-def make_mask(seen: _Seen, document_ids: Tensor | None) -> Tensor:
-    """`[queries, keys]`, with document ids `[batch, 1, queries, keys]`: 0 where a query sees a key, else −∞.
+def make_mask(seen: _Seen, document_ids: Tensor | None, prefix_ends: Tensor | None = None) -> Tensor:
+    """`[queries, keys]`, with documents or prefixes `[batch, 1, queries, keys]`: 0 where a query sees a key, else −∞.
 
     Torch would convert a boolean mask to numbers at every call, and keep the result.
     """
     rows = torch.arange(seen.offset, seen.offset + seen.queries, device=seen.device)[:, None]
     columns = torch.arange(seen.keys, device=seen.device)
-    batch = () if document_ids is None else (len(document_ids), 1)
+    of_rows = document_ids if prefix_ends is None else prefix_ends
+    batch = () if of_rows is None else (len(of_rows), 1)
     mask = torch.zeros(*batch, seen.queries, seen.keys, dtype=seen.dtype, device=seen.device)
     for some in (slice(start, start + ROWS) for start in range(0, seen.queries, ROWS)):
         hidden = columns > rows[some]
         if seen.window is not None:
             hidden = hidden | (columns <= rows[some] - seen.window)
+        if prefix_ends is not None:
+            hidden = hidden & (columns >= prefix_ends[:, None, some, None])
         if document_ids is not None:
-            own = document_ids[:, seen.offset : seen.keys][:, None, some, None]
+            own = document_ids[:, seen.offset : seen.offset + seen.queries][:, None, some, None]
             hidden = hidden | (own != document_ids[:, None, None, : seen.keys])
         mask[..., some, :].masked_fill_(hidden, float("-inf"))
     return mask

@@ -41,6 +41,7 @@ class Auto(Plugin):
         log_sum_exp=True,
         blocks=True,
         lengths=True,
+        prefixes=True,
     )
 
     @section

@@ -26,6 +26,7 @@ class Eager(Plugin):
         log_sum_exp=True,
         blocks=True,
         lengths=True,
+        prefixes=True,
     )
 
     def __init__(self, config: Any) -> None:

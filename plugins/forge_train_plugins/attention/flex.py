@@ -28,6 +28,7 @@ class Flex(Plugin):
         sinks=True,
         log_sum_exp=True,
         blocks=True,
+        prefixes=True,
     )
 
     def __init__(self, config: Any) -> None:

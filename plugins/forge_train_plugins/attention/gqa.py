@@ -30,6 +30,7 @@ class GQA(Plugin):
             windows=layer.window is not None,
             soft_caps=layer.soft_cap is not None,
             sinks=layer.sinks,
+            prefixes=layer.prefix,
             head_dims=(layer.head_dim,),
         )
         rate, name = layer.attention_dropout, f"layers.{layer.index}.attention.weights"

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class SDPA(Plugin):
     """Attention by torch's scaled_dot_product_attention: runs everywhere.
 
-    Documents and windows need a dense mask, which torch's flash kernels on CUDA do not support; `varlen` and `flex`
-    need none.
+    Documents, windows and prefixes need a dense mask, which torch's flash kernels on CUDA do not support; `flex`
+    needs none, and `varlen` none for documents and windows.
     """
 
     api = (1, 0)
-    kernel_capabilities = KernelCapabilities(documents=True, offsets=True, windows=True, lengths=True)
+    kernel_capabilities = KernelCapabilities(documents=True, offsets=True, windows=True, lengths=True, prefixes=True)
 
     @section
     class Config:
@@ -42,7 +42,9 @@ class SDPA(Plugin):
 
         backend = self.config.backend
         if self._kernel is None and backend != "auto":
-            masked = any(needs.documents or needs.windows for _, needs in needs_of(job.hooks, job.config))
+            masked = any(
+                needs.documents or needs.windows or needs.prefixes for _, needs in needs_of(job.hooks, job.config)
+            )
             if why := missing(backend, job.device, job.config.train.precision, masked=masked):
                 raise ConfigError(f"sdpa.backend = {backend!r}: {why}.")
         self._kernel = self._kernel or Kernel(backend)

@@ -162,6 +162,10 @@ class Decoder(Plugin):
         parallel: bool = False
         """Attention and feed-forward both read the input of the layer, as in GPT-NeoX, instead of running one after the
         other (arXiv:2204.02311, §2)."""
+        prefix: bool = False
+        """The tokens of a document before the first learned one see each other; later ones see what comes before them
+        (prefix language models, arXiv:1910.10683, §3.2.1; PaliGemma, arXiv:2407.07726). A prompt is a prefix as a
+        whole."""
         attention_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
         """Share of attention's weights that is zeroed in training, after the softmax. It needs a kernel that can drop
         the same weights on every layout, such as `eager`."""
@@ -171,7 +175,9 @@ class Decoder(Plugin):
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities:
         asked = self.config
-        return KernelCapabilities(dropout=asked.attention_dropout > 0, soft_caps=asked.soft_cap > 0, sinks=asked.sinks)
+        return KernelCapabilities(
+            dropout=asked.attention_dropout > 0, soft_caps=asked.soft_cap > 0, sinks=asked.sinks, prefixes=asked.prefix
+        )
 
     @hookimpl
     def build_model(self, job: Job) -> nn.Module:
@@ -180,18 +186,27 @@ class Decoder(Plugin):
         return build(self.config, self._vocabulary(job), job)
 
     @hookimpl
-    def prepare_batch(self, job: Job) -> PrepareStep | None:
-        if not self.config.rope.sections:
-            return None
-        from ._decoder.build import item_positions
+    def prepare_batch(self, job: Job) -> list[PrepareStep]:
+        changes: list[PrepareStep] = []
+        if self.config.prefix:
+            from ._decoder.prefix import with_ends
 
-        found = item_positions(self.config, job)
-        return None if found is None else PrepareStep(lambda batches: [found.prepared(one) for one in batches])
+            changes.append(PrepareStep(lambda batches: [*map(with_ends, batches)]))
+        if self.config.rope.sections:
+            from ._decoder.build import item_positions
+
+            if (found := item_positions(self.config, job)) is not None:
+                changes.append(PrepareStep(lambda batches: [found.prepared(one) for one in batches]))
+        return changes
 
     @hookimpl
     def data_stages(self, job: Job) -> list[tuple[str, str]]:
-        changes = self.prepare_batch(job) is not None
-        return [("map", "positions of items along time, height and width (decoder.rope.sections)")] if changes else []
+        from ._decoder.build import item_positions
+
+        asked = self.config
+        found = [("map", "ends of prefixes, which see all of themselves (decoder.prefix)")] if asked.prefix else []
+        turned = "positions of items along time, height and width (decoder.rope.sections)"
+        return found + ([("map", turned)] if asked.rope.sections and item_positions(asked, job) else [])
 
     @hookimpl
     def on_start(self, job: Job, model: Model) -> None:

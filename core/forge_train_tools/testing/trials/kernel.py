@@ -45,6 +45,8 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
     seen = columns <= rows
     if options.window is not None:
         seen = seen & (rows - columns < options.window)
+    if options.prefix_ends is not None:
+        seen = seen | (columns < options.prefix_ends[:, None, :, None])
     if (ids := options.document_ids) is not None:
         own = ids[:, offset : offset + queries] if options.query_document_ids is None else options.query_document_ids
         seen = seen & (own[:, None, :, None] == ids[:, None, None, :])
@@ -95,6 +97,7 @@ def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
         yield "the log-sum-exp", Case(asked={"log_sum_exp": True})
     if able.lengths:
         yield "rows of different lengths", Case(queries=1, asked={"lengths": torch.tensor([5, SEQUENCE])})
+    yield from _with_prefixes(able)
     if able.blocks:
         apart: dict[str, Any] = {"query_document_ids": None, "offset": SEQUENCE}
         yield "a block before the queries", Case(queries=5, asked=apart)
@@ -103,6 +106,27 @@ def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
             yield "queries that see nothing of a block", Case(queries=5, asked={**documents, **apart})
         if able.documents and able.log_sum_exp:
             yield "the log-sum-exp of nothing", Case(queries=5, asked={**documents, **apart, "log_sum_exp": True})
+
+
+def _with_prefixes(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
+    """Of different lengths in the rows, and beyond documents and windows."""
+    if not able.prefixes:
+        return
+    ends = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
+    ends[0, :4], ends[1, :9] = 4, 9
+    yield "prefixes", Case(asked={"prefix_ends": ends})
+    if able.windows:
+        yield "prefixes and a window", Case(asked={"prefix_ends": ends, "window": 2})
+    if able.documents:
+        of_documents = torch.zeros_like(ends)
+        of_documents[0, 5:8], of_documents[1, :3] = 8, 3
+        documents = (torch.arange(SEQUENCE) >= 5).long().expand(BATCH, -1)
+        yield "prefixes of documents", Case(asked={"prefix_ends": of_documents, "document_ids": documents})
+    if able.offsets:
+        yield (
+            "prefixes that begin before the queries",
+            Case(queries=5, asked={"prefix_ends": ends[:, 2:7], "offset": 2}),
+        )
 
 
 def _dropping(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
@@ -198,6 +222,7 @@ def refuses_what_it_does_not_declare(bench: Bench) -> str:
         ("sinks", SEQUENCE, AttentionOptions(sinks=torch.zeros(HEADS, device=device))),
         ("log_sum_exp", SEQUENCE, AttentionOptions(log_sum_exp=True)),
         ("lengths", 1, AttentionOptions(lengths=torch.full((BATCH,), few, device=device))),
+        ("prefixes", SEQUENCE, AttentionOptions(prefix_ends=torch.full_like(documents, SEQUENCE))),
     ]
     if able.documents:
         of_queries = documents[:, :few]

@@ -95,6 +95,9 @@ class Shape:
             asked["document_ids"] = (positions * DOCUMENTS // self.sequence).expand(self.rows, -1).contiguous()
         if self.needs.windows:
             asked["window"] = max(1, self.sequence // 4)
+        if self.needs.prefixes:
+            ends = (torch.arange(self.sequence, device=self.device) < self.sequence // 4) * (self.sequence // 4)
+            asked["prefix_ends"] = ends.expand(self.rows, -1).contiguous()
         if self.needs.soft_caps:
             asked["soft_cap"] = 30.0
         if self.needs.sinks:

@@ -73,12 +73,13 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             output_std=depth_scaled(config.std, config.layers) if config.depth_scaled else config.std,
             sinks=config.sinks,
             attention_dropout=config.attention_dropout,
+            prefix=config.prefix,
         )
 
     def block(index: int, count: int, name: str) -> Block:
         layer = spec_of(index, count)
         attention = hookspecs.attention(layer, job)
-        _check_obeyed("the attention", attention, layer, ("window", "soft_cap", "scale", "sinks"))
+        _check_obeyed("the attention", attention, layer, ("window", "soft_cap", "scale", "sinks", "prefix"))
         if not hasattr(attention, "recurrence"):  # such layers have no attention weights to drop
             _check_obeyed("the attention", attention, layer, ("attention_dropout",))
         return Block(
@@ -115,6 +116,11 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     def behind(index: int, more: int) -> Block:
         return block(config.layers + index, config.layers + more, f"tail.{index}")
 
+    if config.prefix and job.hooks.provider("tail"):
+        raise ConfigError(
+            f"decoder.prefix: the tail of plugin {job.hooks.provider('tail')!r} is called without prefixes; "
+            "disable it, or set it to false."
+        )
     trunk = Trunk(config.dim, config.layers, partial(norm, config), shared, behind, config.std)
     model = Transformer(
         embedding,
@@ -128,6 +134,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         positions=Embedding(config.max_sequence, config.dim, std=config.std) if config.positions == "learned" else None,
         tail=hookspecs.tail(trunk, job) if job.hooks.provider("tail") else None,
     )
+    model.prefix = config.prefix
     model.fusion = _fusion(config, spec_of(0, config.layers), model, job)
     model.item_positions = item_positions(config, job)
     return model
@@ -147,7 +154,15 @@ def _fusion(config: Decoder.Config, layer: Layer, model: Transformer, job: Job) 
     return hookspecs.fusion(spec, job) if encoders else None
 
 
-DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "sinks": False, "divisor": 1.0, "attention_dropout": 0.0}
+DEFAULTS = {
+    "window": None,
+    "soft_cap": None,
+    "scale": None,
+    "sinks": False,
+    "prefix": False,
+    "divisor": 1.0,
+    "attention_dropout": 0.0,
+}
 """Behaviour of a module without the attribute."""
 
 

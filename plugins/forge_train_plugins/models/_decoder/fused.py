@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from forge_train_kit.model import ITEM_POSITIONS, ItemPositions, Shift, Slots, SlotShift
@@ -57,6 +58,11 @@ def layer_positions(
     if shift is not None:
         shift.put(before + found[1])
     return found[0]
+
+
+def row_positions(ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    """The positions that have embeddings of their own: those given, or of each token in its row."""
+    return torch.arange(ids.shape[1], device=ids.device)[None] if position_ids is None else position_ids
 
 
 def with_cache(

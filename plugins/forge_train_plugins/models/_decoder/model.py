@@ -12,7 +12,8 @@ from forge_train.base.format import format_list
 from forge_train_kit.layers import Attention, FeedForward
 from forge_train_kit.model import ItemPositions, Slots, TensorStyle, flops_per_token
 
-from .fused import beside, features, layer_positions, with_cache
+from .fused import beside, features, layer_positions, row_positions, with_cache
+from .prefix import for_layers
 from .renewed import RenewedCaches, new_caches, renewed, slots_of
 
 
@@ -52,10 +53,15 @@ class Block(nn.Module):
         self.attention_dropout, self.feed_forward_dropout = dropout
 
     def forward(
-        self, x: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None, cache: Any = None
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: Any = None,
+        **prefix: Tensor,
     ) -> Tensor:
         h = x if self.attention_norm is None else self.attention_norm(x)
-        h = self.attention(h, position_ids=position_ids, document_ids=document_ids, cache=cache)
+        h = self.attention(h, position_ids=position_ids, document_ids=document_ids, cache=cache, **prefix)
         given, x = x, self._added(x, h, self.attention_post_norm, self.attention_dropout)
         h = given if self.parallel else x
         h = h if self.feed_forward_norm is None else self.feed_forward_norm(h)
@@ -117,6 +123,7 @@ class Transformer(nn.Module):
         self.embedding_dropout = dropout
         self.fusion: Any = None
         self.item_positions: ItemPositions | None = None
+        self.prefix = False
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
         self.tail: Any = tail
@@ -144,11 +151,12 @@ class Transformer(nn.Module):
             documents: `[batch, sequence]` int64; attention stays inside a document.
             cache: a result of `new_cache`, which this sequence extends. If the cache had to start again, the hidden
                 states of all its tokens are returned, those of `x` last.
-            items: extras of the batch, for the fusion.
+            items: extras of the batch: for the fusion, and where prefixes end.
 
         Raises:
             TypeError: if there are items, and no fusion to take them.
         """
+        prefix = for_layers(items, x, cache) if self.prefix else {}
         if items and self.fusion is None:
             raise TypeError(f"the model takes no {format_list(items)}: no plugin is enabled that joins them with text")
         if cache and position_ids is None:
@@ -158,14 +166,14 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             ids, x = x, self.embedding(x)
             x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
-            x = x if self.positions is None else x + self.positions(_places(ids, position_ids))
+            x = x if self.positions is None else x + self.positions(row_positions(ids, position_ids))
             x = x if getattr(self.fusion, "enter", None) is None else self.fusion.enter(x, **items)
             x = x if self.embedding_dropout is None else self.embedding_dropout(x)
         joined = () if self.fusion is None else self.fusion.layers
         more = features(self.fusion, items, cache, 0 if position_ids is None else position_ids.shape[1])
         for index, layer in self.layers.items():
             x = self.fusion.layers[index](x, **more) if index in joined else x
-            x = layer(x, turned_by, document_ids, cache[index] if cache else None)
+            x = layer(x, turned_by, document_ids, cache[index] if cache else None, **prefix)
         x = x if self.norm is None else self.norm(x)
         return self.tail(x, turned_by, document_ids) if self.training and self.tail is not None else x
 
@@ -271,10 +279,6 @@ class Transformer(nn.Module):
         heads = [self.head] * (1 + len(self.tail.units) if self.tail is not None else 1)
         modules = [*self.layers.values(), self.fusion, self.tail, *heads]
         return sum(_flops(module, sequence) for module in modules if module is not None)
-
-
-def _places(ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    return torch.arange(ids.shape[1], device=ids.device)[None] if position_ids is None else position_ids
 
 
 def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:

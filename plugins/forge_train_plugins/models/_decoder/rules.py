@@ -136,6 +136,10 @@ def _check_by_length(config: Decoder.Config, run: RunConfig) -> Iterator[Problem
             yield Problem(f"decoder.rope.{key}", f"expected {features // 2} factors, found {len(found)}.")
         elif min(found) <= 0:
             yield Problem(f"decoder.rope.{key}", f"factors must be greater than 0, found {min(found)}.")
+    if config.prefix:
+        yield Problem(
+            "decoder.prefix", f"can't be used with decoder.rope.scaling = {rope.scaling!r}: texts are read again."
+        )
     parallel = getattr(run, "parallel", None)
     if parallel is not None and parallel.cp > 1 and run.train.sequence > rope.original_sequence:
         yield Problem(

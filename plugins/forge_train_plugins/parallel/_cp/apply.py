@@ -60,8 +60,15 @@ def wrap(part: nn.Module, job: Job, method: str, ulysses: int = 0) -> Applied:
             )
         return Applied(part)
     heads = heads_of(modules, job.dist.layout.tp)
+    prefixes = next((name for name, module in modules.items() if getattr(module, "prefix", False)), "")
     if method == "auto":
-        method, ulysses = choose(heads.values(), len(heads) == len(modules), size, job)
+        method, ulysses = choose(heads.values(), len(heads) == len(modules), size, job, ring=not prefixes)
+    if prefixes and "ring" in method:
+        raise ConfigError(
+            f"cp.method = {method!r}: the tokens of a prefix see each other in {prefixes}, and blocks that go round "
+            "are computed only for later queries; take 'gather' or 'ulysses'.",
+            key="cp.method",
+        )
     by_heads = {"ulysses": size, "ulysses_ring": ulysses or most_ranks(heads.values(), size)}.get(method, 1)
     for name, one in heads.items():
         if problem := undivided(one.queries, one.keys, by_heads):
@@ -139,7 +146,7 @@ def heads_of(modules: Mapping[str, Any], tp: int) -> dict[str, Heads]:
     }
 
 
-def choose(heads: Iterable[Heads], all_known: bool, size: int, job: Job) -> tuple[str, int]:
+def choose(heads: Iterable[Heads], all_known: bool, size: int, job: Job, *, ring: bool = True) -> tuple[str, int]:
     """A method, and with how many ranks heads are exchanged, for `auto`.
 
     Heads are exchanged if they can be shared out and that sends less than gathering does. Sequences that are too long
@@ -147,7 +154,7 @@ def choose(heads: Iterable[Heads], all_known: bool, size: int, job: Job) -> tupl
     """
     heads = list(heads)
     kernel = job.hooks.provider("attention_kernel")
-    blocks = kernel is not None and capabilities_of(job.hooks.enabled[kernel].cls).blocks
+    blocks = ring and kernel is not None and capabilities_of(job.hooks.enabled[kernel].cls).blocks
     long = job.config.train.sequence >= LONG
     shared = all_known and bool(heads) and all(not undivided(one.queries, one.keys, size) for one in heads)
     cheap = sum(one.queries + max(one.keys, size) for one in heads) < size * sum(one.keys for one in heads)

@@ -30,12 +30,14 @@ class Sequences:
         starts: where the document of each token begins, `[batch, length]`; None where rows are one text each.
         lowest: the same, the lowest of all rows at each position.
         ranks: of the layout.
+        prefix_ends: of each token, `[batch, length]`; None without prefixes.
     """
 
     cut: Cut
     starts: Tensor | None
     lowest: Sequence[int]
     ranks: Ranks
+    prefix_ends: Tensor | None = None
 
     @cached_property
     def of_heads(self) -> tuple[Move, ...]:
@@ -55,6 +57,12 @@ class Sequences:
     def own(self) -> tuple[Span, ...]:
         """Spans of this rank's queries after heads are exchanged."""
         return self._slices[self.ranks.along.rank]
+
+    @cached_property
+    def own_ends(self) -> tuple[Tensor | None, ...]:
+        """Ends of the prefixes of these queries, of each span."""
+        ends = self.prefix_ends
+        return tuple(None if ends is None else ends[:, start:stop] for start, stop in self.own)
 
     @cached_property
     def _slices(self) -> tuple[tuple[Span, ...], ...]:
@@ -81,21 +89,32 @@ class Ranks:
         first = self.along.rank * self.heads.size
         return range(first, first + self.heads.size)
 
-    def sequences(self, document_ids: Tensor | None, each: int, device: torch.device) -> Sequences:
-        """Return what is known of the batch with these ids, given in slices of `each` tokens; ids are exchanged and
-        read from the device once per batch."""
-        return self._known(document_ids, (each, device), lambda: self._found(document_ids, each))
+    def sequences(
+        self, document_ids: Tensor | None, each: int, device: torch.device, prefix_ends: Tensor | None = None
+    ) -> Sequences:
+        """Return what is known of the batch with these ids, given in slices of `each` tokens, as ends of prefixes are;
+        both are exchanged, and ids read from the device, once per batch."""
+        return self._known(
+            document_ids, (each, device), lambda: self._found(document_ids, each, prefix_ends), prefix_ends=prefix_ends
+        )
 
-    def _found(self, slices: Tensor | None, each: int) -> Sequences:
+    def _found(self, slices: Tensor | None, each: int, ends: Tensor | None) -> Sequences:
         ranks = self.everybody.size
         length = ranks * each
-        starts = None
+        starts, cut, lowest = None, head_tail(length, ranks), [0] * length
         if slices is not None:
-            starts = gathered_starts(all_gather(slices, self.everybody).movedim(0, 1).flatten(1))
-        if starts is None or is_imagined(starts):
-            return Sequences(head_tail(length, ranks), starts, [0] * length, self)
-        there = starts.cpu()
-        return Sequences(cut_of(there, length, ranks), starts, there.amin(0).tolist(), self)
+            starts = gathered_starts(self._gathered(slices))
+            if not is_imagined(starts):
+                there = starts.cpu()
+                cut, lowest = cut_of(there, length, ranks), there.amin(0).tolist()
+        if ends is not None:
+            places = [torch.arange(*span, device=ends.device) for own in cut.spans for span in own]
+            ends = torch.empty_like(whole := self._gathered(ends)).index_copy(1, torch.cat(places), whole)
+        return Sequences(cut, starts, lowest, self, ends)
+
+    def _gathered(self, slices: Tensor) -> Tensor:
+        """Slices of all ranks, `[batch, length]`, in the order of ranks."""
+        return all_gather(slices, self.everybody).movedim(0, 1).flatten(1)
 
 
 class ContextKernel:
@@ -119,8 +138,9 @@ class ContextKernel:
         """
         if query.shape[1] != key.shape[1] or options.offset:
             raise ConfigError("parallel.cp: attention was asked for queries at other positions than its keys.")
-        sequences = self.ranks.sequences(options.document_ids, query.shape[1], query.device)
-        options = replace(options, document_ids=sequences.starts, offset=None)
+        given = options.document_ids, query.shape[1], query.device, options.prefix_ends
+        sequences = self.ranks.sequences(*given)
+        options = replace(options, document_ids=sequences.starts, offset=None, prefix_ends=None)
         attend = self._along if self.ranks.heads.size == 1 else self._by_heads
         found = attend(query, key, value, sequences, options)
         return found if options.log_sum_exp else found[0]
@@ -149,7 +169,7 @@ class ContextKernel:
         if self._inner == "ring":
             return self._passed_on(query, key, value, sequences, options)
         if self.ranks.along.size == 1:
-            found = self.kernel(query, key, value, options)
+            found = self.kernel(query, key, value, replace(options, prefix_ends=sequences.own_ends[0]))
             return found if options.log_sum_exp else (found,)
         return self._gathered(query, key, value, sequences, options)
 
@@ -159,10 +179,11 @@ class ContextKernel:
         """With the keys and values of whole sequences on every rank (Llama 3, arXiv:2407.21783, §3.3.2)."""
         keys, values = GatherSequence.apply(key, value, sequences.of_others, self.ranks.along)  # type: ignore[no-untyped-call]
         found, at = [], 0
-        for start, stop in sequences.own:
-            kept = slice(stop if options.document_ids is None else None)  # masks go by the ids of all
-            own = query[:, at : at + stop - start]
-            part = self.kernel(own, keys[:, kept], values[:, kept], replace(options, offset=start))
+        for (start, stop), ends in zip(sequences.own, sequences.own_ends, strict=True):
+            # Masks go by the ids of all, and a prefix may reach beyond its queries.
+            kept = slice(stop if options.document_ids is None and ends is None else None)
+            own, asked = query[:, at : at + stop - start], replace(options, offset=start, prefix_ends=ends)
+            part = self.kernel(own, keys[:, kept], values[:, kept], asked)
             found.append(part if options.log_sum_exp else (part,))
             at += stop - start
         return tuple(torch.cat(parts, axis) for parts, axis in zip(zip(*found, strict=True), (1, 2), strict=False))
