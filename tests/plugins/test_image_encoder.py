@@ -42,6 +42,19 @@ MODES: dict[str, dict[str, Any]] = {
     "video, pooling": {"temporal": 2, "connector": "pooling"},
     "video, resampler": {"temporal": 2, "connector": "resampler", "queries": 3, "merge": 1},
     "sines_1d": {"fit": "keep", "positions": "sines_1d"},
+    "windows, rms, gated, keep": {
+        "fit": "keep",
+        "positions": "rotary",
+        "window": 2,
+        "full_layers": (1,),
+        "norm": "rms",
+        "gated": True,
+        "activation": "silu",
+        "patch_frames": 2,
+        "patch_bias": False,
+        "connector_hidden": 20,
+    },
+    "windows": {"window": 2},
     "linear": {"connector": "linear", "final_norm": False, "bias": False},
 }
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -107,7 +120,7 @@ def test_an_item_has_the_same_features_wherever_it_is(mode: str) -> None:
     torch.testing.assert_close(packed[1, : counts[2]], alone[2])
 
 
-@pytest.mark.parametrize("options", [{}, {"temporal": 2}, {"positions": "rotary"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temporal": 2}, {"positions": "rotary"}, {"window": 2}], ids=str)
 def test_squares_side_by_side_are_as_in_rows_of_their_own(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +131,24 @@ def test_squares_side_by_side_are_as_in_rows_of_their_own(
     values = torch.randint(0, 256, (2, 2 * frames * 16, 48), dtype=torch.uint8)
     grids = torch.tensor([[[frames, 4, 4], [frames, 4, 4]]] * 2)
     torch.testing.assert_close(masked(values, grids), built(values, grids))
+
+
+def test_a_window_sees_what_an_image_of_its_size_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"fit": "keep", "positions": "sines", "window": 2, "final_norm": False, "layers": 2}
+    monkeypatch.setitem(MODES, "window", options)
+    built = encoder("window").vision
+    torch.manual_seed(3)
+    grid, values = torch.tensor([[[1, 4, 6]]]), torch.randint(0, 256, (1, 24, 48), dtype=torch.uint8)
+    whole = places(grid, 24, 2)
+    together = built(values, whole)
+    for block in range(6):  # blocks of merge × merge patches are the windows
+        some = slice(4 * block, 4 * block + 4)
+        parts = {name: getattr(whole, name)[:, some] for name in ("row", "column", "rows", "columns", "item", "time")}
+        torch.testing.assert_close(built(values[:, some], Places(**parts, items=1, frame=None)), together[:, some])
+    monkeypatch.setitem(MODES, "window", {**options, "full_layers": (0,)})
+    again = encoder("window").vision
+    again.load_state_dict(built.state_dict())
+    assert (again(values, whole) - together).abs().amax(-1).min() > 1e-3
 
 
 @each_mode

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image as Pillow
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from forge_train import ConfigError
 from forge_train_kit.modalities import Item, ItemSource
 from forge_train_plugins.modalities._vision import reading
 from forge_train_plugins.modalities._vision.modality import Pictures
-from forge_train_plugins.modalities._vision.patches import cut, fitted
+from forge_train_plugins.modalities._vision.patches import cut, kept
 from forge_train_plugins.modalities.vision import Image
 
 pytestmark = pytest.mark.unit
@@ -149,17 +150,25 @@ def test_a_picture_stands_upright(tmp_path: Path, turn: int, ending: str) -> Non
 
 
 def test_sides_fit() -> None:
-    assert fitted(640, 480, 64, 16, keep=False) == (64, 64)
-    assert fitted(640, 480, 64, 16, keep=True) == (64, 48)
-    assert fitted(40, 20, 64, 16, keep=True) == (32, 16)
-    assert fitted(1, 1, 64, 16, keep=True) == (16, 16)
-    assert fitted(10_000, 1, 64, 16, keep=True) == (256, 16)
-    assert fitted(1, 10_000, 64, 16, keep=True) == (16, 256)
+    assert kept(640, 480, 16, 0, 64 * 64) == (64, 48)
+    assert kept(40, 20, 16, 0, 64 * 64) == (32, 16)
+    assert kept(1, 1, 16, 0, 64 * 64) == (16, 16)
+    assert kept(10_000, 1, 16, 0, 64 * 64) == (256, 16)
+    assert kept(1, 10_000, 16, 0, 64 * 64) == (16, 256)
     for width in (1, 7, 63, 200, 3000):
         for height in (1, 30, 64, 999):
-            sides = fitted(width, height, 64, 16, keep=True)
+            sides = kept(width, height, 16, 0, 64 * 64)
             assert sides[0] * sides[1] <= 64 * 64
             assert not any(side % 16 or side < 16 for side in sides)
+
+
+@pytest.mark.parametrize(("least", "most"), [(56 * 56, 28 * 28 * 60), (28 * 28 * 40, 28 * 28 * 50)])
+def test_sides_are_those_of_qwen(least: int, most: int) -> None:
+    for width in (5, 14, 28, 57, 100, 400, 3000):
+        for height in (11, 28, 42, 64, 999, 1000):
+            theirs = smart_resize(height, width, 28, least, most) if max(width / height, height / width) < 30 else None
+            if theirs is not None:  # they exceed the most pixels of longer strips
+                assert kept(width, height, 28, least, most) == theirs[::-1], (width, height)
 
 
 def test_an_image_among_other_bytes(tmp_path: Path) -> None:
@@ -251,6 +260,13 @@ def test_goes_to_workers_without_tensors(tmp_path: Path) -> None:
         ({"connector": "resampler"}, 'image.queries: is for connector = "resampler", which needs at least one.'),
         ({"queries": 4}, "image.queries: is for"),
         ({"connector": "resampler", "queries": 4, "merge": 2}, "image.merge: a resampler takes patches one by one"),
+        ({"window": 3, "merge": 2}, "image.window: expected a multiple of merge = 2"),
+        ({"window": 4, "layers": 1, "full_layers": (0,)}, "image.window: has no effect where all blocks"),
+        ({"window": 4, "class_token": True}, "image.window: has no effect where all blocks are in full_layers, and ex"),
+        ({"full_layers": (0,)}, "image.full_layers: expected blocks from 0 to 5, and a window"),
+        ({"connector_hidden": 8, "connector": "linear"}, "image.connector_hidden: is for connector"),
+        ({"most_pixels": 64}, "image.least_pixels: and most_pixels are for fit"),
+        ({"least_pixels": 300, "fit": "keep"}, "image.least_pixels: expected at most 256"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], says: str) -> None:

@@ -83,6 +83,8 @@ class Video(Plugin):
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
         yield from check(self.config, "video")
+        if self.config.patch_frames > 1:
+            yield Problem("video.patch_frames", "expected 1: frames are projected one by one (see temporal).")
         if self.config.frames % self.config.temporal:
             yield Problem("video.frames", f"expected a multiple of temporal = {self.config.temporal}.")
         if self.config.dim % 2:

@@ -44,8 +44,9 @@ class Projection(_Connector):
     def __init__(self, config: VisionSection, dim: int, *, clips: bool) -> None:
         super().__init__(config, clips=clips)
         self.block = config.merge**2
-        self.first = Linear(config.dim * self.block, dim, bias=True, std=config.std)
-        self.second = Linear(dim, dim, bias=True, std=config.std) if config.connector == "mlp" else None
+        inner = config.connector_hidden or dim
+        self.first = Linear(config.dim * self.block, inner, bias=True, std=config.std)
+        self.second = Linear(inner, dim, bias=True, std=config.std) if config.connector == "mlp" else None
 
     def forward(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
         """`[batch, patches, width]` to `[batch, vectors, dim]`."""

@@ -52,6 +52,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """`model_type` → options that all its models share."""
+PLAIN: dict[str, Any] = {"norm": "layer", "gated": False, "window": 0, "patch_frames": 1}
+"""Options of neither family, with the values that stand for none of them."""
 BLOCK = {
     "attention_norm": "layer_norm1",
     "q": "self_attn.q_proj",
@@ -123,12 +125,17 @@ def write(options: VisionSection) -> dict[str, Any]:
         ConfigError: naming an option that neither family has.
     """
     kind = "clip_vision_model" if options.class_token else "siglip_vision_model"
-    shared = {"class_token": False, "patch_bias": True, "first_norm": False, "bias": True, "fit": "square"}
+    shared = {"class_token": False, "patch_bias": True, "first_norm": False, "bias": True, "fit": "square", **PLAIN}
     shared |= {key: value for key, value in OPTIONS[kind].items() if key in shared}
     for key, value in {**shared, "final_norm": kind == "siglip_vision_model"}.items():
         if (found := getattr(options, key)) != value:
             raise ConfigError(f"image.{key}: {kind} in Hugging Face layout has {value!r}, found {found!r}.")
     back = {option: name for name, option in ACTIVATIONS.items()}
+    if options.activation not in back:
+        raise ConfigError(
+            f"image.activation: {kind} in Hugging Face layout has one of {', '.join(back)}, found "
+            f"{options.activation!r}."
+        )
     return {
         "model_type": kind,
         **{key: getattr(options, option) for key, option in SIZES.items()},

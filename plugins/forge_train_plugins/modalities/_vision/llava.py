@@ -137,7 +137,7 @@ def write(config: VisionSection, modality: Modality, layout: HFModel, job: Job) 
             f"LLaVA in Hugging Face layout has images among the tokens; plugin {job.hooks.provider('fusion')!r} joins "
             "them otherwise."
         )
-    wanted = {"connector": "mlp", "merge": 1, "final_norm": False, "positions": "learned"}
+    wanted = {"connector": "mlp", "connector_hidden": 0, "merge": 1, "final_norm": False, "positions": "learned"}
     for key, value in wanted.items():
         if (found := getattr(config, key)) != value:
             raise ConfigError(f"image.{key}: LLaVA in Hugging Face layout has {value!r}, found {found!r}.")

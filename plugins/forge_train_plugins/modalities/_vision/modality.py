@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_train_kit.modalities import Encoder, Grid, Item, ItemSource
 
-from .patches import cut, fitted
+from .patches import cut, kept
 
 if TYPE_CHECKING:
     from ..vision import Image, Video
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 def _public(config: VisionSection, **more: Any) -> dict[str, Any]:
     names = ("size", "patch", "merge", "fit", "queries")
-    return {**{name: getattr(config, name) for name in names}, **more}
+    bounds = {name: bound for name in ("least_pixels", "most_pixels") if (bound := getattr(config, name))}
+    return {**{name: getattr(config, name) for name in names}, **bounds, **more}
 
 
 def _size(config: VisionSection, size: tuple[int, int]) -> tuple[int, int]:
-    return fitted(*size, config.size, config.patch * config.merge, keep=config.fit == "keep")
+    if config.fit != "keep":
+        return config.size, config.size
+    return kept(*size, config.patch * config.merge, config.least_pixels, config.most_pixels or config.size**2)
 
 
 def _example(config: VisionSection, frames: int, features: int) -> Item:
@@ -52,6 +55,7 @@ class Pictures:
 
     def __post_init__(self) -> None:
         self.features = self.config.patch**2 * 3
+        self.placeholder = self.config.placeholder or self.placeholder
 
     def public(self) -> Mapping[str, Any]:
         return _public(self.config)
@@ -102,6 +106,7 @@ class Clips:
 
     def __post_init__(self) -> None:
         self.features = self.config.patch**2 * 3
+        self.placeholder = self.config.placeholder or self.placeholder
 
     def public(self) -> Mapping[str, Any]:
         one = self.config

@@ -9,16 +9,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def fitted(width: int, height: int, size: int, unit: int, *, keep: bool) -> tuple[int, int]:
-    """The width and height that an image is resized to: multiples of `unit`, with at most size² pixels.
+def kept(width: int, height: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """The width and height that an image is resized to if it keeps its aspect: multiples of `unit`.
 
-    With `keep` the sides are rounded; if that is too many pixels, both are divided by the same number and rounded down,
-    as Qwen2-VL does (arXiv:2409.12191). A side has at least one unit.
+    The sides are rounded. If that is too many pixels, or too few, both are divided by the same number and rounded down,
+    or up, as Qwen2-VL does (arXiv:2409.12191). A side has at least one unit.
     """
-    if not keep:
-        return size, size
-    most = size * size
-    sides = [max(unit, round(side / unit) * unit) for side in (width, height)]
+    rounded = [round(side / unit) * unit for side in (width, height)]
+    if rounded[0] * rounded[1] < least:
+        factor = math.sqrt(least / (width * height))
+        return math.ceil(width * factor / unit) * unit, math.ceil(height * factor / unit) * unit
+    sides = [max(unit, side) for side in rounded]
     if sides[0] * sides[1] > most:
         factor = math.sqrt(width * height / most)
         sides = [max(unit, math.floor(side / factor / unit) * unit) for side in (width, height)]

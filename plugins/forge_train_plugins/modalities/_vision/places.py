@@ -26,6 +26,11 @@ class Places:
     frame: Tensor | None
     """A number that the patches of one frame share, and no others of the row; None where a row is a frame."""
 
+    def windows(self, side: int) -> Tensor:
+        """A number that the patches of one window of side × side patches share, and no others of the row."""
+        window = self.row // side * (self.columns // side + 1) + self.column // side
+        return window if self.frame is None else window + self.frame * (2 * self.row.shape[-1] + 2)
+
 
 def places(grids: Tensor, patches: int, merge: int, temporal: int = 1) -> Places:
     """The places of a row's patches, in the order of `cut`; padding lies at place 0 of a frame of its own.

@@ -22,6 +22,12 @@ class VisionSection:
     """Resize each image to size × size pixels (square); resize it so that its shorter side has size pixels, and cut
     the middle out (crop); or keep its aspect, with sides that are multiples of patch · merge, and make it smaller
     only if it has more than size² pixels (keep)."""
+    least_pixels: Annotated[int, Ge(0)] = 0
+    """Fewest pixels of an image with fit = keep; smaller ones are made larger."""
+    most_pixels: Annotated[int, Ge(0)] = 0
+    """Most pixels of an image with fit = keep; 0 means size²."""
+    placeholder: str = ""
+    """Text that stands for an item in records and prompts; empty means <image>, and <video> for clips."""
     max_pixels: Annotated[int, Gt(0), Le(89_478_485)] = 50_000_000
     """Images with more pixels are refused before they are decoded. Pillow itself stops at 89,478,485."""
     max_bytes: Annotated[int, Gt(0)] = 100_000_000
@@ -34,14 +40,25 @@ class VisionSection:
     """Heads of its attention, a divisor of dim."""
     hidden: Annotated[int, Ge(0)] = 0
     """Width of its feed-forward blocks; 0 means 4 · dim."""
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu_tanh"
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"] = "gelu_tanh"
     """Activation of its feed-forward blocks. quick_gelu is x · sigmoid(1.702 x), as in CLIP."""
+    gated: bool = False
+    """Feed-forward blocks multiply the activation of one projection by another (SwiGLU with silu, as in Qwen2.5-VL)."""
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm or RMSNorm in its blocks, and after the last one."""
     norm_eps: Annotated[float, Gt(0)] = 1e-6
-    """Added to the variance in its norms."""
+    """Added to the variance (or the mean square) in its norms."""
+    window: Annotated[int, Ge(0)] = 0
+    """Side of the squares of patches in which attention stays (Qwen2.5-VL, arXiv:2502.13923, §2.1.1), from the upper
+    left corner on; 0 means the whole frame."""
+    full_layers: tuple[Annotated[int, Ge(0)], ...] = ()
+    """Blocks, counted from 0, in which attention covers the frame despite `window`."""
     bias: bool = True
     """Biases in its blocks."""
     patch_bias: bool = True
     """A bias in the projection of patches."""
+    patch_frames: Annotated[int, Gt(0)] = 1
+    """Frames that the projection of a patch takes; an image stands for each of them (Qwen2-VL: 2)."""
     class_token: bool = False
     """A learned vector before the patches, which attention sees and the connector does not (CLIP)."""
     first_norm: bool = False
@@ -59,6 +76,8 @@ class VisionSection:
     """Project the features of merged patches to the model's width (linear), twice with GELU in between (mlp), after
     their mean has attended to them (pooling), or after learned queries have attended to the whole image, which
     then takes as many positions as there are queries (resampler)."""
+    connector_hidden: Annotated[int, Ge(0)] = 0
+    """Width between the two projections of the connector mlp; 0 means the model's."""
     queries: Annotated[int, Ge(0)] = 0
     """Learned queries of the resampler."""
     std: Annotated[float, Gt(0)] = 0.02
@@ -79,3 +98,15 @@ def check(one: VisionSection, name: str) -> Iterator[Problem]:
         yield Problem(f"{name}.queries", 'is for connector = "resampler", which needs at least one.')
     if one.connector == "resampler" and one.merge > 1:
         yield Problem(f"{name}.merge", "a resampler takes patches one by one; set it to 1.")
+    if one.window and (one.class_token or not any(i not in one.full_layers for i in range(one.layers))):
+        yield Problem(f"{name}.window", "has no effect where all blocks are in full_layers, and excludes class_token.")
+    if one.window % one.merge:
+        yield Problem(f"{name}.window", f"expected a multiple of merge = {one.merge}.")
+    if one.full_layers and (not one.window or max(one.full_layers) >= one.layers):
+        yield Problem(f"{name}.full_layers", f"expected blocks from 0 to {one.layers - 1}, and a window.")
+    if one.connector_hidden and one.connector != "mlp":
+        yield Problem(f"{name}.connector_hidden", 'is for connector = "mlp".')
+    if (one.least_pixels or one.most_pixels) and one.fit != "keep":
+        yield Problem(f"{name}.least_pixels", 'and most_pixels are for fit = "keep".')
+    if one.least_pixels > (one.most_pixels or one.size**2):
+        yield Problem(f"{name}.least_pixels", f"expected at most {one.most_pixels or one.size**2}, the most pixels.")

@@ -1,4 +1,4 @@
-"""A vision transformer in the form of SigLIP and CLIP."""
+"""A vision transformer in the form of SigLIP, CLIP and Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Init
-from forge_train_kit.model import LayerNorm, Linear
+from forge_train_kit.model import LayerNorm, Linear, RMSNorm
 from forge_train_kit.model.rope import rotated
 
 from .places import Places
@@ -31,26 +31,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": _quick_gelu,
     "relu": F.relu,
+    "silu": F.silu,
 }
 
 
 class VisionTransformer(nn.Module):
     """Patches to features: projection, positions, and blocks with a norm before attention and feed-forward.
 
-    (Dosovitskiy et al. 2020, arXiv:2010.11929; CLIP, arXiv:2103.00020; SigLIP, arXiv:2303.15343.)
+    (Dosovitskiy et al. 2020, arXiv:2010.11929; CLIP, arXiv:2103.00020; SigLIP, arXiv:2303.15343; with windows,
+    Qwen2.5-VL, arXiv:2502.13923.)
     """
 
     def __init__(self, config: VisionSection) -> None:
         super().__init__()
         dim = config.dim
         self.pixels = Pixels(config)
-        self.patches = Linear(config.patch**2 * 3, dim, bias=config.patch_bias, std=config.std)
+        self.frames, self.window, self.full_layers = config.patch_frames, config.window, config.full_layers
+        self.patches = Linear(config.patch**2 * 3 * self.frames, dim, bias=config.patch_bias, std=config.std)
         self.class_token = ClassToken(dim, config.std) if config.class_token else None
         self.positions = _positions(config)
         self.rotary = Rotary(dim // config.heads) if config.positions == "rotary" else None
-        self.first_norm = LayerNorm(dim, config.norm_eps) if config.first_norm else None
+        self.first_norm = _norm(config) if config.first_norm else None
         self.layers = nn.ModuleDict({str(index): VisionBlock(config) for index in range(config.layers)})
-        self.norm = LayerNorm(dim, config.norm_eps) if config.final_norm else None
+        self.norm = _norm(config) if config.final_norm else None
 
     def forward(self, values: Tensor, where: Places) -> Tensor:
         """Encode `[rows, patches, features]` to `[rows, patches, dim]`.
@@ -58,15 +61,17 @@ class VisionTransformer(nn.Module):
         Args:
             where: the places of the patches; without `frame`, each row is one frame.
         """
-        x = self.patches(self.pixels(values, self.patches.weight.dtype))
+        pixels = self.pixels(values, self.patches.weight.dtype)
+        x = self.patches(pixels if self.frames == 1 else pixels.repeat(1, 1, self.frames))
         x = x if self.positions is None else x + self.positions(where).to(x.dtype)
         if self.class_token is not None and isinstance(self.positions, LearnedPositions):
             x = torch.cat((self.class_token(self.positions.of_class(x.device)).expand(len(x), 1, -1), x), 1)
         x = x if self.first_norm is None else self.first_norm(x)
-        mask = None if where.frame is None else (where.frame[:, None] == where.frame[..., None])[:, None]
+        whole = None if where.frame is None else _same(where.frame)
+        windows = _same(where.windows(self.window)) if self.window else whole
         turn = None if self.rotary is None else self.rotary(where)
-        for layer in self.layers.values():
-            x = layer(x, mask, turn)
+        for index, layer in self.layers.items():
+            x = layer(x, whole if int(index) in self.full_layers else windows, turn)
         features: Tensor = x if self.norm is None else self.norm(x)
         return features if self.class_token is None else features[:, 1:]
 
@@ -77,6 +82,15 @@ class VisionTransformer(nn.Module):
         weights = sum(p.numel() for p in self.layers.parameters() if p.ndim > 1)
         attention = 4 * rows * (frame + (self.class_token is not None)) * dim * len(self.layers)
         return 2 * (rows * weights + patches * self.patches.weight.numel()) + attention
+
+
+def _same(numbers: Tensor) -> Tensor:
+    """True where two patches have the same number, `[rows, 1, patches, patches]`."""
+    return (numbers[:, None] == numbers[..., None])[:, None]
+
+
+def _norm(config: VisionSection) -> nn.Module:
+    return (RMSNorm if config.norm == "rms" else LayerNorm)(config.dim, config.norm_eps)
 
 
 def _positions(config: VisionSection) -> LearnedPositions | Sines | None:
@@ -132,10 +146,11 @@ class VisionBlock(nn.Module):
         super().__init__()
         dim, hidden, out = config.dim, config.hidden or 4 * config.dim, config.std / math.sqrt(2 * config.layers)
         self.heads, self.activation = config.heads, ACTIVATIONS[config.activation]
-        self.attention_norm = LayerNorm(dim, config.norm_eps)
+        self.attention_norm = _norm(config)
         self.q, self.k, self.v = (Linear(dim, dim, bias=config.bias, std=config.std) for _ in range(3))
         self.o = Linear(dim, dim, bias=config.bias, std=out)
-        self.feed_forward_norm = LayerNorm(dim, config.norm_eps)
+        self.feed_forward_norm = _norm(config)
+        self.gate = Linear(dim, hidden, bias=config.bias, std=config.std) if config.gated else None
         self.up = Linear(dim, hidden, bias=config.bias, std=config.std)
         self.down = Linear(hidden, dim, bias=config.bias, std=out)
 
@@ -153,5 +168,7 @@ class VisionBlock(nn.Module):
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
-        added: Tensor = x + self.down(self.activation(self.up(self.feed_forward_norm(x))))
+        h = self.feed_forward_norm(x)
+        inner = self.activation(self.up(h)) if self.gate is None else self.activation(self.gate(h)) * self.up(h)
+        added: Tensor = x + self.down(inner)
         return added
