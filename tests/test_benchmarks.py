@@ -71,6 +71,11 @@ def test_decoding_clips(script: Script) -> None:
     assert min(*memory, seconds) > 0
 
 
+def test_frozen_encoders(script: Script) -> None:
+    found = script("frozen_encoders", IMAGES=2, SEQUENCE=64).measured(1)
+    assert all(0 < vision < step for vision, step in found.values())
+
+
 def test_linear_attention(script: Script) -> None:
     linear = script("linear_attention", DIM=64, HEADS=2, KV_HEADS=1, HEAD_DIM=32)
     for layer in linear.layers(64).values():

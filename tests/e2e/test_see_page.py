@@ -21,7 +21,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     exec(make, {})  # what a reader would type
     (config,) = blocks(PAGE, "toml")
     Path("see.toml").write_text(config, encoding="utf-8")
-    train, show, answer, verify = typed(PAGE)
+    train, show, answer, frozen, verify = typed(PAGE)
     for words in (train, show, answer):
         ended = forge(*words, environment={"FORGE_SET": "run.device=cpu"})
         assert ended.code == 0, ended.err
@@ -35,6 +35,9 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     shown = forge(*show, environment={"FORGE_SET": "run.device=cpu"}).out.strip()
     assert capsys.readouterr().out.strip().endswith(shown)
     assert shown in asked
+    ended = forge(*frozen, "-s", "train.steps=2", environment={"FORGE_SET": "run.device=cpu;train.evaluate_every=0"})
+    assert ended.code == 0, ended.out + ended.err
+    assert [*tmp_path.glob("cache/forge-train/encoded/*/*/*.safetensors")]
     short = ("-s", "train.global_batch=2", "-s", "train.micro_batch=2", "-s", "decoder.layers=1")
     ended = forge(*verify, *short, environment={"FORGE_SET": "run.device=cpu"})
     assert ended.code == 0, ended.out + ended.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_train import Ge, Gt, Job, Plugin, Problem, hookimpl, section
 from forge_train_kit.hf import HFAround, HFModel
@@ -11,13 +11,40 @@ from forge_train_kit.modalities import Modality
 
 from ._vision.section import VisionSection, check
 
+if TYPE_CHECKING:
+    from forge_train import CheckpointEvent, Model
 
-class Image(Plugin):
+
+class _Vision(Plugin):
+    """Encoders of images and clips, at work."""
+
+    config: Any
+    _name: ClassVar[str]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._once: list[Any] = []
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model) -> None:
+        if self.config.once:
+            from ._vision.once import attach
+
+            self._once = attach(self.config, self._name, job, model)
+
+    @hookimpl
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        for one in self._once if event.kind == "loaded" else ():
+            one.leave()
+
+
+class Image(_Vision):
     """Images, cut into patches that a vision transformer encodes (Dosovitskiy et al. 2020, arXiv:2010.11929)."""
 
     api = (1, 0)
     facts: ClassVar[Mapping[str, Any]] = {"hf.architectures": ("LlavaForConditionalGeneration",)}
     requires = ("fusion",)
+    _name = "image"
     needs: ClassVar[Mapping[str, str]] = {"PIL": "pip install 'forge-train[images]'"}
 
     @section
@@ -50,7 +77,7 @@ class Image(Plugin):
         return write(self.config, Pictures(self.config), layout, job)
 
 
-class Video(Plugin):
+class Video(_Vision):
     """Video clips: frames at even distances, which the encoder of `image` sees one by one.
 
     Before the connector, sines of the number in the clip are added to each patch.
@@ -60,6 +87,7 @@ class Video(Plugin):
 
     api = (1, 0)
     requires = ("fusion",)
+    _name = "video"
     needs: ClassVar[Mapping[str, str]] = dict.fromkeys(("av", "PIL"), "pip install 'forge-train[video]'")
 
     @section

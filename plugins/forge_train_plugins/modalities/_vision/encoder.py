@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +37,22 @@ class VisionEncoder(nn.Module):
         self.queries = config.queries
         self.vision = VisionTransformer(config)
         self.connector = connector(config, dim, clips=temporal is not None)
+        self.once: Any = None
+        """Gives the features while the vision model is frozen (`Once`)."""
 
     def forward(self, values: Tensor, grids: Tensor) -> Tensor:
         """`[batch, patches, features]` and `[batch, items, 3]` to `[batch, vectors, dim]`."""
         # At least one block, so that all parameters have gradients where no row has an item.
         values = _padded(values, self.temporal * (self.side**2 or self.merge**2))
-        features = self._of_squares(values) if self.side else self._of_any(values, grids)
+        kept = self.once is not None and self.once.applies()
+        features = self.once.features(values, grids) if kept else self.encoded(values, grids, self.vision)
         means = torch.cat((grids[..., :1] // self.temporal, grids[..., 1:]), -1)
         vectors: Tensor = self.connector(features, partial(places, means, features.shape[1], self.merge))
         return vectors
+
+    def encoded(self, values: Tensor, grids: Tensor, vision: VisionTransformer) -> Tensor:
+        """The output of a vision model for padded rows, frames averaged: `[batch, patches / temporal, width]`."""
+        return self._of_squares(values, vision) if self.side else self._of_any(values, grids, vision)
 
     def vectors(self, grids: Tensor) -> Tensor:
         """Number of feature vectors of each item."""
@@ -53,22 +60,22 @@ class VisionEncoder(nn.Module):
         count: Tensor = self.queries * (patches > 0) if self.queries else patches // (self.temporal * self.merge**2)
         return count
 
-    def _of_squares(self, values: Tensor) -> Tensor:
-        """Encode frames of side × side patches, each as a row of its own: `[batch, patches / temporal, width]`."""
+    def _of_squares(self, values: Tensor, vision: VisionTransformer) -> Tensor:
+        """Frames of side × side patches, each as a row of its own."""
         batch, block, side = len(values), self.merge**2, self.side
         grouped = values.reshape(-1, side**2 // block, self.temporal, block, values.shape[-1]).transpose(1, 2)
         first = torch.full((1, 1, 3), side, device=values.device)  # of a grid whose further frames lie elsewhere
         where = replace(places(first, side**2, self.merge), frame=None)
-        features: Tensor = self.vision(grouped.reshape(-1, side**2, values.shape[-1]), where)
+        features: Tensor = vision(grouped.reshape(-1, side**2, values.shape[-1]), where)
         return (
             features.reshape(-1, self.temporal, side**2, features.shape[-1])
             .mean(1)
             .reshape(batch, -1, features.shape[-1])
         )
 
-    def _of_any(self, values: Tensor, grids: Tensor) -> Tensor:
-        """Encode frames side by side: `[batch, patches / temporal, width]`."""
-        features: Tensor = self.vision(values, places(grids, values.shape[1], self.merge, self.temporal))
+    def _of_any(self, values: Tensor, grids: Tensor, vision: VisionTransformer) -> Tensor:
+        """Frames side by side."""
+        features: Tensor = vision(values, places(grids, values.shape[1], self.merge, self.temporal))
         blocks = features.reshape(len(values), -1, self.temporal, self.merge**2, features.shape[-1])
         return blocks.mean(2).flatten(1, 2)
 

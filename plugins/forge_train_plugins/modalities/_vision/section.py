@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from forge_train import Ge, Gt, Le, Problem, section
+from forge_train import Ge, Gt, Le, Problem, Volatile, section
 
 
 @section
@@ -82,6 +82,14 @@ class VisionSection:
     """Learned queries of the resampler."""
     std: Annotated[float, Gt(0)] = 0.02
     """Standard deviation of initial weights."""
+    once: bool = False
+    """Run the encoder without its connector once for each content, as long as it is frozen, and keep what it gives on
+    disk."""
+    cache: Annotated[str, Volatile()] = ""
+    """Folder of what `once` keeps; empty means forge-train/encoded in $XDG_CACHE_HOME or ~/.cache."""
+    cache_bytes: Annotated[int, Gt(0), Volatile()] = 10_000_000_000
+    """Bytes that the folder may take. Beyond, what other weights gave is removed first, and then nothing more is
+    kept."""
 
 
 def check(one: VisionSection, name: str) -> Iterator[Problem]:
@@ -110,3 +118,6 @@ def check(one: VisionSection, name: str) -> Iterator[Problem]:
         yield Problem(f"{name}.least_pixels", 'and most_pixels are for fit = "keep".')
     if one.least_pixels > (one.most_pixels or one.size**2):
         yield Problem(f"{name}.least_pixels", f"expected at most {one.most_pixels or one.size**2}, the most pixels.")
+    for option in ("cache", "cache_bytes") if not one.once else ():
+        if getattr(one, option) != getattr(VisionSection, option):
+            yield Problem(f"{name}.{option}", f"has no effect without {name}.once = true.")
