@@ -222,10 +222,20 @@ def test_stopped_runs_repeat_to_the_bit_with_any_cache(tmp_path: Path) -> None:
         (("freeze",), {"image.once": False, "image.cache": "kept"}, r"image\.cache: has no effect without image\.once"),
         (("freeze",), {"image.once": False, "image.cache_bytes": 5}, r"image\.cache_bytes: has no effect without"),
         (("freeze",), {"image.cache_bytes": 0}, r"image\.cache_bytes"),
+        (
+            ("freeze", "fp8"),
+            {},
+            r"image\.once: another plugin has changed how layers\.0\.q of the vision model computes \(Linear\)",
+        ),
+        (
+            ("freeze", "precision"),
+            {"train.precision": "bf16", "precision.rules": [{"match": f"{VISION}.layers.0", "dtype": "fp32"}]},
+            r"image\.once: parts of the vision model compute in bfloat16 and float32; give it one dtype",
+        ),
     ],
 )
 def test_bad_input(tmp_path: Path, plugins: tuple[str, ...], settings: dict[str, Any], says: str) -> None:
-    frozen = {"freeze.parameters": [f"{VISION}.*"]} if plugins else {}
+    frozen = {"freeze.parameters": [f"{VISION}.*"]} if "freeze" in plugins else {}
     config = {**OPTIONS, "image.once": True, **frozen, **settings}
     with pytest.raises(ConfigError, match=says):
         run_forge((Drawn, "image", *plugins), config, folder=tmp_path)

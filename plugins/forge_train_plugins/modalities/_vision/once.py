@@ -34,7 +34,7 @@ def attach(config: VisionSection, name: str, job: Job, model: Model) -> list[Onc
     """Have the encoders of a modality read what a frozen vision model gives from disk.
 
     Raises:
-        ConfigError: if the vision model is trained from the first step.
+        ConfigError: if the vision model is trained from the first step, or another plugin changes how it computes.
     """
     found = []
     own = {id(parameter) for parameter in model.parameters()}  # without what another part of a pipeline has
@@ -47,7 +47,7 @@ def attach(config: VisionSection, name: str, job: Job, model: Model) -> list[Onc
 
 
 class Once:
-    """Encodes each item by itself, so that its features depend on nothing but its content and the weights.
+    """Encodes each item alone, so that its features depend on nothing but its content and the weights.
 
     A product of matrices rounds differently with the number of its rows, so features of a whole batch would depend on
     what is in the batch, and a run that is resumed, or finds a cache, would not repeat another to the bit.
@@ -64,6 +64,8 @@ class Once:
 
     def __init__(self, config: VisionSection, name: str, job: Job, encoder: VisionEncoder) -> None:
         self._config, self._name, self._job, self._encoder = config, name, job, encoder
+        self._dtype = _dtype(encoder.vision, job, name)
+        _refuse_changed(encoder.vision, self._plain, name)
         self._vision: VisionTransformer | None = None
         self._kept: KeptTensors | None = None
         self._told = False
@@ -111,15 +113,17 @@ class Once:
             )
         return found
 
+    @property
+    def _plain(self) -> VisionTransformer:
+        """The vision model as it is built, without memory."""
+        with torch.device("meta"):
+            return VisionTransformer(self._config)
+
     def _frozen(self) -> tuple[VisionTransformer, KeptTensors]:
         """A copy of the vision model, and what it gave before. The first call gathers sharded weights, on all ranks."""
         if self._vision is None or self._kept is None:
             own = self._encoder.vision
-            dtype = _dtype(own, self._job, self._name)
-            with torch.device("meta"):
-                made = VisionTransformer(self._config)
-            _refuse_changed(own, made, self._name)
-            made = made.to_empty(device=self._job.device).to(dtype).requires_grad_(False)
+            made = self._plain.to_empty(device=self._job.device).to(self._dtype).requires_grad_(False)
             theirs = dict(own.named_parameters())
             for name, one in made.named_parameters():
                 one.copy_(_whole(theirs[name]))
@@ -143,7 +147,7 @@ def _refuse_trained(vision: nn.Module, path: str, name: str, own: set[int]) -> N
                 where = ".".join(part for part in (path, inner, key) if part)
                 raise ConfigError(
                     f"{name}.once: {where} is trained, so what the vision model gives changes in every step; freeze "
-                    f'it (freeze.parameters = ["{path}.*"]), or set {name}.once = false.',
+                    f'it (freeze.parameters = ["{path}.*"]), leave it out of lora.modules, or set {name}.once = false.',
                     key=f"{name}.once",
                 )
 
