@@ -27,6 +27,7 @@ pytestmark = [
 ]
 CHILD = Path(build.__file__).with_name("child.py")
 MOE, FLEX = "plugins/forge_train_plugins/experts/", "plugins/forge_train_plugins/attention/_flex.py"
+ONCE = "plugins/forge_train_plugins/modalities/_vision/once.py"
 NOT_THERE = "only here: on a device one kernel does it, and the CPU's stand-in for that reads"
 WAITS = [
     ("loss_scaler", "plugins/forge_train_plugins/precision/loss_scaler.py", "fp16: leaves out a step that overflows"),
@@ -42,6 +43,7 @@ WAITS = [
     ("moe", "torch: sync_d2h", NOT_THERE),
     ("ep", "torch: sync_d2h", NOT_THERE),
     ("mot", "core/forge_train_kit/model/kinds.py", "once a batch: how many positions of each kind it has"),
+    ("once for each image", ONCE, "once a batch: what an item holds says which features are known"),
     ("flex", FLEX, NOT_THERE),
     ("flex", "torch: sync_h2d", NOT_THERE),
     ("fsdp2, offload", "", "weights are updated on the host, once their gradients are there"),

@@ -75,6 +75,12 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
         case("items", "prefix", "scans:Scans"),
         case("images", "image", "drawn:Drawn", **{**drawn.OPTIONS, "train.precision": "bf16"}),
         case("images of one size", "image", "drawn:Squares", **{**drawn.OPTIONS, **drawn.SQUARE}),
+        case(
+            "once for each image",
+            *("image", "drawn:Drawn", "freeze"),
+            **{**drawn.OPTIONS, "image.once": True, "image.cache": f"{folder}/kept"},
+            freeze__parameters=["*.encoders.image.vision.*"],
+        ),
         case("items beside tokens", "cross_attention", "scans:Scans", cross_attention__every=1),
         case("mot", "mot", "scans:Scans"),
         case("moe of modalities", "moma", "moe", "scans:Scans", moe__capacity=1.0),

@@ -54,12 +54,12 @@ class KeptTensors:
             return None
 
     def put(self, key: str, tensor: Tensor) -> None:
-        """Keep a tensor, if there is room."""
+        """Keep a tensor that lies on the CPU, if there is room."""
         from safetensors.torch import save
 
         if self.full:
             return
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().contiguous()
         content = save({"": tensor}, metadata={"crc32": _checksum(tensor)})
         path = self._path(key)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -91,7 +91,7 @@ class Once:
         vision, kept = self._frozen()
         encoder, sizes = self._encoder, grids.prod(-1).tolist()
         shape = (len(values), values.shape[1] // encoder.temporal, vision.patches.out_features)
-        found = torch.zeros(shape, dtype=vision.patches.weight.dtype, device=values.device)
+        found = torch.zeros(shape, dtype=vision.patches.weight.dtype)
         host, grids_there = values.cpu(), grids.cpu()
         for row, of_row in enumerate(sizes):
             at = 0
@@ -101,17 +101,17 @@ class Once:
                     one = kept.get(key)
                     if one is None:
                         alone = values[row : row + 1, at : at + size], grids[row : row + 1, item : item + 1]
-                        one = encoder.encoded(*alone, vision)[0]
+                        one = encoder.encoded(*alone, vision)[0].cpu()
                         kept.put(key, one)
                     first = at // encoder.temporal
-                    found[row, first : first + len(one)] = one.to(found.device, non_blocking=True)
+                    found[row, first : first + len(one)] = one
                 at += size
         if kept.full and not self._told:
             self._told = True
             log.warning(
                 "%s.cache_bytes: the cache is full, so that further items are encoded each time; raise it.", self._name
             )
-        return found
+        return found.to(values.device)
 
     @property
     def _plain(self) -> VisionTransformer:
