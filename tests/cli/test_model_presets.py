@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaVisionModel
 
 from forge_command import Forge
 from forge_train.plugin import hookspecs
+from forge_train.plugin.job import Job
 from forge_train_cli.presets import Preset, everything
 from forge_train_kit.hf.start import exported
 from forge_train_tools.configuration.request import Request
@@ -17,6 +20,7 @@ from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.opening import lone_job
 
 MODELS = [one for one in everything() if one.parameters]
+SEEING = {"llava-1.5-7b", "llama3.2-11b-vision"}
 
 
 def _devices(preset: Preset) -> tuple[int, str]:
@@ -24,14 +28,23 @@ def _devices(preset: Preset) -> tuple[int, str]:
     return int(count), name
 
 
-@pytest.mark.parametrize("preset", MODELS, ids=lambda preset: preset.name)
-def test_has_the_published_number_of_parameters(preset: Preset, tmp_path: Path) -> None:
-    """Counted in Forge's model, and in the one that transformers builds from the `config.json` of its export."""
-    setup = resolve(Request(config=preset.name, set=("run.device=cpu",)), world=_devices(preset)[0])
-    job = lone_job(setup, tmp_path)
+def _sizes(preset: Preset, folder: Path) -> tuple[Job, dict[str, int]]:
+    """Parameter → its elements."""
+    setup = resolve(Request(config=preset.name, set=("run.device=cpu",)), world=_devices(preset)[0], data=False)
+    job = lone_job(setup, folder)
     with torch.device("meta"):
         model = hookspecs.build_model(job)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return job, {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("preset", [one for one in MODELS if one.name not in SEEING], ids=lambda preset: preset.name)
+def test_has_the_published_number_of_parameters(preset: Preset, tmp_path: Path) -> None:
+    """Counted in Forge's model, and in the one that transformers builds from the `config.json` of its export."""
+    job, sizes = _sizes(preset, tmp_path)
     further = sum(size for name, size in sizes.items() if name.startswith("tail."))
     assert sum(sizes.values()) - further == preset.parameters
     if preset.name == "deepseek-v3":
@@ -45,8 +58,42 @@ def test_has_the_published_number_of_parameters(preset: Preset, tmp_path: Path) 
     made = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(made)
-    assert sum(parameter.numel() for parameter in theirs.parameters()) == preset.parameters
+    assert _count(theirs) == preset.parameters
     assert type(theirs).__name__ == config["architectures"][0]
+
+
+def test_llava_has_what_is_published_but_for_what_nothing_reads(tmp_path: Path) -> None:
+    """Of the `config.json` of llava-hf/llava-1.5-7b-hf, and the number of parameters on its page."""
+    preset = next(one for one in MODELS if one.name == "llava-1.5-7b")
+    _, sizes = _sizes(preset, tmp_path)
+    assert sum(sizes.values()) == preset.parameters
+    text = {"vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    config = transformers.LlavaConfig(text_config={"model_type": "llama", **text})
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForImageTextToText.from_config(config)
+    assert _count(theirs) == 7_063_427_072
+    unread = [
+        module
+        for path, module in theirs.named_modules()
+        if path.endswith(("post_layernorm", "vision_tower.encoder.layers.23"))
+    ]
+    assert preset.parameters == 7_063_427_072 - sum(map(_count, unread))
+
+
+def test_layers_of_llama_vision_are_the_published_ones(tmp_path: Path) -> None:
+    """Of the `config.json` of meta-llama/Llama-3.2-11B-Vision. It has embeddings of eight more tokens, for images."""
+    preset = next(one for one in MODELS if one.name == "llama3.2-11b-vision")
+    _, sizes = _sizes(preset, tmp_path)
+    assert sum(sizes.values()) == preset.parameters
+    inside = "fusion.items.encoders.image."
+    with torch.device("meta"):
+        text = MllamaForCausalLM._from_config(MllamaTextConfig())
+        vision = MllamaVisionModel._from_config(MllamaVisionConfig())
+    ours = sum(size for name, size in sizes.items() if not name.startswith(inside))
+    assert ours == _count(text) - 8 * 4096
+    blocks = {name: size for name, size in sizes.items() if name.startswith(f"{inside}vision.layers.")}
+    biases_of_attention = 4 * 1280 * 32  # which theirs has not
+    assert sum(blocks.values()) - biases_of_attention == _count(vision.transformer)
 
 
 def test_fits_on_the_hardware_that_it_names(forge: Forge) -> None:
