@@ -13,7 +13,7 @@ from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import chat_options, json_option, named_values
-from .samples import legend, print_tokens
+from .samples import described, legend, print_tokens
 
 if TYPE_CHECKING:
     from forge_train_kit.data.inspection import Findings
@@ -95,6 +95,8 @@ def _show(findings: Findings) -> None:
     for sample in findings.samples:
         screen.line(f"\ndocument {sample.document:,}", "bold")
         print_tokens(sample.tokens)
+        for item in sample.items:
+            screen.line(described(item), "dim")
 
 
 def about(findings: Findings) -> Iterator[tuple[str, str]]:
@@ -116,6 +118,8 @@ def about(findings: Findings) -> Iterator[tuple[str, str]]:
     if findings.kind != "prepared":
         yield "documents", f"{findings.documents:,}"
         yield "tokens", f"{findings.tokens:,}"
+    if "items" in facts:
+        yield "items", format_list(f"{count:,} of {name!r}" for name, count in facts["items"].items()) or "none"
     if findings.learned != findings.tokens:
         yield "learned", f"{findings.learned:,} tokens ({findings.learned / findings.tokens:.1%})"
     if "bytes" in facts:

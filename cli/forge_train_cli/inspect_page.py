@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 from collections.abc import Iterable
 from html import escape
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_train import __version__
@@ -13,7 +17,7 @@ from .inspect import about, bars, quantiles, repeated
 from .samples import written
 
 if TYPE_CHECKING:
-    from forge_train_kit.data.inspection import Findings, Sample
+    from forge_train_kit.data.inspection import Findings, Sample, ShownItem
 
 STYLE = """
 :root{color-scheme:light dark;--back:#fff;--text:#1c1f23;--dim:#667;--rule:#d8dce2}
@@ -31,7 +35,11 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7;border:1px solid
 i{font-style:normal;background:var(--a);border-radius:2px}i:nth-of-type(even){background:var(--b)}
 i:hover{outline:2px solid var(--bar)}hr{border:0;border-top:2px dashed var(--dim)}
 .u{opacity:.45}.s{font-weight:bold;outline:1px solid var(--dim)}
+figure{display:inline-block;vertical-align:top;width:12rem;margin:.3rem .8rem .3rem 0;overflow-wrap:anywhere}
+figure>:first-child{max-width:100%;max-height:10rem}figcaption{color:var(--dim);font-size:.8rem}
 """
+LARGEST = 1 << 20
+"""Bytes of an item that the page shows."""
 
 
 def page(findings: Findings) -> str:
@@ -57,7 +65,8 @@ def page(findings: Findings) -> str:
     head = (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f"{screen.GENERATOR}"
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:\">"
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
     )
@@ -78,4 +87,29 @@ def _sample(sample: Sample) -> str:
         style = " ".join(["u"] * (not token.learned) + ["s"] * token.special)
         known = f' class="{style}"' if style else ""
         parts.append(f'<i{known} title="{token.id}">{escape(written(token))}</i>' + "<hr>" * token.ends)
-    return f"<h3>document {sample.document:,}</h3><pre>{''.join(parts)}</pre>"
+    shown = "".join(_figure(path, [*items]) for path, items in groupby(sample.items, key=_file))
+    return f"<h3>document {sample.document:,}</h3><pre>{''.join(parts)}</pre>{shown}"
+
+
+def _file(item: ShownItem) -> tuple[str, int, int | None]:
+    return item.path, item.offset, item.size
+
+
+def _figure(file: tuple[str, int, int | None], parts: list[ShownItem]) -> str:
+    """An item as the browser shows its file, or why it is not shown."""
+    path, offset, size = file
+    kind = mimetypes.guess_type(path)[0] or f"{parts[0].modality}/unknown"  # browsers look into the content
+    tag = {"image": "img", "video": "video controls muted", "audio": "audio controls"}.get(kind.split("/")[0])
+    content, why = b"", "not shown: " + ("no browser shows it" if tag is None else "")
+    try:
+        with Path(path).open("rb") as stream:
+            stream.seek(offset)
+            content = stream.read(LARGEST + 1 if size is None else min(size, LARGEST + 1)) if tag else b""
+    except OSError as error:
+        why += error.strerror or str(error)
+    if len(content) > LARGEST:
+        content, why = b"", f"{why}it has more than {LARGEST:,} bytes"
+    data = f'src="data:{escape(kind)};base64,{base64.b64encode(content).decode()}"'
+    seen = f"<{tag} {data}>{'</' + tag.split()[0] + '>' if tag and tag != 'img' else ''}" if content else escape(why)
+    lines = (f"{one.modality} {'×'.join(map(str, one.grid))} at {one.position}" for one in parts)
+    return f"<figure>{seen}<figcaption>{escape(', '.join(lines))}<br>{escape(path)}</figcaption></figure>"

@@ -10,7 +10,7 @@ from . import screen
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from forge_train_kit.data.inspection import Token
+    from forge_train_kit.data.inspection import ShownItem, Token
 
 WIDTH = 40
 """Characters of the line after a document."""
@@ -35,6 +35,12 @@ def written(token: Token) -> str:
     if token.text is None:
         return str(token.id)
     return screen.visible(token.text.replace("\n", "↵\n").replace("\t", "⇥\t")) or "·"
+
+
+def described(item: ShownItem) -> str:
+    """Format an item among tokens."""
+    grid = "×".join(map(str, item.grid))
+    return f"{item.modality} {grid} at {item.position}: {item.path} ({item.where})"
 
 
 def print_tokens(tokens: Sequence[Token]) -> None:

@@ -11,7 +11,7 @@ from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import json_option, run_options
-from .samples import legend, print_tokens
+from .samples import described, legend, print_tokens
 
 if TYPE_CHECKING:
     from forge_train_tools.configuration.request import Request
@@ -54,8 +54,7 @@ def show(request: Request, world: int, sample: bool, as_json: bool) -> None:
         screen.line(f"\nrow {number} · {share}", "bold")
         print_tokens(row.tokens)
         for item in row.items:
-            grid = "×".join(map(str, item.grid))
-            screen.line(f"{item.modality} {grid} at {item.position}: {item.path} ({item.where})", "dim")
+            screen.line(described(item), "dim")
         if row.padding:
             screen.line(f"and {row.padding:,} more of the last token", "dim")
 

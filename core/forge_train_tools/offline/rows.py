@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,30 +17,9 @@ from forge_train.registry.setup import Setup
 from forge_train.step.forward import close
 from forge_train_kit import hookspecs
 from forge_train_kit.data.inspection import Token
-from forge_train_kit.data.inspection.samples import texts_of
+from forge_train_kit.data.inspection.samples import ShownItem, texts_of, with_items
 
 from .opening import lone_job
-
-
-@dataclass(frozen=True)
-class RowItem:
-    """An item of a row, such as an image.
-
-    Args:
-        modality: its name.
-        position: the first one in the row.
-        positions: number of them.
-        grid: patches along time, height and width.
-        path: of its file.
-        where: the record that names it.
-    """
-
-    modality: str
-    position: int
-    positions: int
-    grid: tuple[int, int, int]
-    path: str
-    where: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +38,7 @@ class Row:
     labels: int
     tokens: tuple[Token, ...]
     padding: int
-    items: tuple[RowItem, ...] = ()
+    items: tuple[ShownItem, ...] = ()
 
 
 def rows(setup: Setup, count: int) -> list[Row]:
@@ -88,25 +67,14 @@ def _rows(batch: Batch, job: Job, loader: Loader, first: int) -> Iterator[Row]:
     items_of = getattr(loader, "items", lambda number: ())
     for at, (ids, labels, own) in enumerate(zip(batch.inputs, batch.labels, documents, strict=True)):
         items = tuple(
-            RowItem(one.modality, position, one.length, one.grid, source.path, source.where)
-            for source, one, position in items_of(first + at)
+            part for source, one, position in items_of(first + at) for part in ShownItem.of(source, one, position)
         )
-        tokens = _with_items(list(_tokens(ids, labels, own, job)), items)
+        tokens = with_items(list(_tokens(ids, labels, own, job)), items)
         padding = 0
         while len(tokens) > 1 and tokens[-1] == tokens[-2] and not tokens[-1].learned:
             tokens.pop()
             padding += 1
         yield Row(int((labels != MASKED).sum()), len(labels), tuple(tokens), padding, items)
-
-
-def _with_items(tokens: list[Token], items: Sequence[RowItem]) -> list[Token]:
-    """Tokens with one in place of those of each item."""
-    for one in reversed(items):
-        here = slice(one.position, one.position + one.positions)
-        if tokens[here]:
-            text = f"[{one.modality} {'×'.join(map(str, one.grid))}]"
-            tokens[here] = [replace(tokens[here][-1], text=text, special=True, learned=False)]
-    return tokens
 
 
 def _labels_are_tokens(batch: Batch) -> bool:

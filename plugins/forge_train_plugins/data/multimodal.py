@@ -117,6 +117,7 @@ class Multimodal(DataPlugin):
             if (wanted.out / FILE).is_file():
                 found = open_prepared(wanted.out, key="multimodal.path").sides
                 known = "; " + ", ".join(f"{one.count // 2:,} records for {side}" for side, one in found.items())
+                known += f", prepared in {wanted.out}"
             yield "source", f"{counted(files)}{known}"
             placeholders = ", ".join(one.placeholder for one in self._fields(job).modalities.values())
             yield "decode", f"text from {config.field!r}, with {placeholders} for items"

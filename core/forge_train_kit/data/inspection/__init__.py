@@ -13,9 +13,9 @@ from forge_train import ConfigError
 from ..documents import Int64
 from .material import KEY, Asked, DamagedError, Material, open_material
 from .minhash import Duplicates, duplicates
-from .samples import Sample, Token, samples
+from .samples import Sample, ShownItem, Token, samples
 
-__all__ = ["Asked", "DamagedError", "Findings", "Lengths", "Sample", "Token", "inspect"]
+__all__ = ["Asked", "DamagedError", "Findings", "Lengths", "Sample", "ShownItem", "Token", "inspect"]
 
 QUANTILES = (5, 50, 95)
 
@@ -102,7 +102,7 @@ def inspect(asked: Asked, *, count: int = 3, told: Callable[[str], None] = lambd
         documents.tokens,
         _learned(material),
         Lengths.of(documents.lengths()),
-        samples(documents, material.tokenizer, count),
+        samples(documents, material.tokenizer, count, records=material.records),
         duplicates(documents, words=material.words),
     )
 

@@ -19,6 +19,7 @@ from ..documents import Documents
 from ..files import File, find
 from ..formats import lookup
 from ..held_out import SIDES
+from ..items import Records
 from ..manifest import FILE, WORK, Prepared, open_prepared
 from ..prepare import Preparation
 from ..prepare.encoding import Maker, chats, documents
@@ -28,6 +29,7 @@ from ..shard import Ids, Learned, Shard
 from ..store import content, read_header
 from ..tokenizers import BYTES, encode_documents, open_tokenizer
 from ..tokens import beyond
+from .itemised import with_items
 
 if TYPE_CHECKING:
     from forge_train_kit.tokenizer import Tokenizer
@@ -89,6 +91,8 @@ class Material:
     tokenizer: Tokenizer | None
     words: bool
     facts: dict[str, Any]
+    records: Records | None = None
+    """Records with items, whose texts the documents are."""
 
 
 def open_material(asked: Asked, told: Callable[[str], None] = lambda text: None) -> Material:
@@ -138,7 +142,11 @@ def _prepared(folder: Path, told: Callable[[str], None]) -> Material:
     facts |= {"settings": dict(manifest.settings), "sources": list(manifest.sources.get("entries", ()))}
     facts |= {"source_files": manifest.sources.get("files", 0), "bytes": manifest.total("bytes"), "verified": True}
     shards = [shard for side in SIDES for shard in prepared.sides[side].shards]
-    return Material("prepared", Documents(shards), tokenizer, prepared.tokenizer == BYTES, facts)
+    words = prepared.tokenizer == BYTES
+    if "items" not in manifest.settings:
+        return Material("prepared", Documents(shards), tokenizer, words, facts)
+    records, documents = with_items(prepared, shards, facts)
+    return Material("prepared", documents, tokenizer, words, facts, records)
 
 
 def verify(prepared: Prepared, told: Callable[[str], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -88,9 +88,7 @@ class ItemFields:
             return None
         if folder and not Path(folder).is_dir():
             raise ConfigError(f"{key}.items: {folder} is no folder.")
-        folders = [posixpath.dirname(file.address) for file in find(paths, key=f"{key}.path") if file.local]
-        alone = job.hooks.gives("fusion") == "token"
-        root = posixpath.commonpath(folders) if folders else "/"
+        alone, root = job.hooks.gives("fusion") == "token", root_of(paths, f"{key}.path")
         return cls(modalities, alone, root, folder and str(Path(folder).expanduser().absolute()), broken, place)
 
     def public(self) -> dict[str, Any]:
@@ -157,6 +155,20 @@ class ItemFields:
                     f"{where}: no enabled plugin gives a modality {name!r}, whose items are under {field!r}; there is "
                     f"{format_list(map(repr, self.modalities))}."
                 )
+
+
+def root_of(paths: str | Sequence[str], key: str) -> str:
+    """The folder of all data files.
+
+    Args:
+        paths: the data files.
+        key: that names them.
+
+    Raises:
+        ConfigError: there are no such files.
+    """
+    folders = [posixpath.dirname(file.address) for file in find(paths, key=key) if file.local]
+    return posixpath.commonpath(folders) if folders else "/"
 
 
 def no_items(job: Job) -> dict[str, RowItems]:

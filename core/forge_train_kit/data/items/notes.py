@@ -43,23 +43,20 @@ class Noted(NamedTuple):
         return not self.path and not self.size
 
     @property
-    def groups(self) -> tuple[Grid, ...]:
-        """The grids of its groups, or its own."""
+    def stretches(self) -> list[tuple[int, int, Grid]]:
+        """Its groups, or the whole item: where the positions of each begin in it, their number, and its grid."""
         frames, *sides = self.grid
-        count = max(1, len(self.lead))
-        return ((frames // count, sides[0], sides[1]),) * count
+        lead = self.lead or (0,)
+        width = (self.length - sum(lead)) // len(lead)
+        begins = np.cumsum(lead) + width * np.arange(len(lead))
+        return [(at, width, (frames // len(lead), sides[0], sides[1])) for at in begins.tolist()]
 
-    def places(self, first: int, *, alone: bool) -> NDArray[np.int64]:
-        """The feature vector at each of its positions, and −1 at those of text.
-
-        Args:
-            first: the number of its first vector, or of its first item if they take one position each (`alone`).
-        """
-        groups = len(self.groups)
-        width = 1 if alone else self.vectors // groups
-        vectors = first + np.arange(groups * width).reshape(groups, width)
-        gaps = [np.full(one, -1, np.int64) for one in self.lead or (0,)]
-        return np.concatenate([part for pair in zip(gaps, vectors, strict=True) for part in pair])
+    def places(self, first: int) -> NDArray[np.int64]:
+        """Its feature vectors, or items, by position: numbers from `first` on, and −1 for text."""
+        found = np.full(self.length, -1, np.int64)
+        for number, (at, width, _) in enumerate(self.stretches):
+            found[at : at + width] = first + number * width + np.arange(width)
+        return found
 
 
 @dataclass(frozen=True)

@@ -194,8 +194,8 @@ def gathered(fields: ItemFields, placed: Iterable[tuple[ItemSource, Noted, int]]
             values[one.modality].append(_empty(fields.modalities[one.modality], one))
             replaced[one.modality].append(str(error))
         first = len(grids[one.modality]) if fields.alone else vectors[one.modality]
-        found[one.modality].places[at : at + one.length] = one.places(first, alone=fields.alone)
-        grids[one.modality] += one.groups
+        found[one.modality].places[at : at + one.length] = one.places(first)
+        grids[one.modality] += [grid for *_, grid in one.stretches]
         vectors[one.modality] += one.vectors
     return {
         name: replace(

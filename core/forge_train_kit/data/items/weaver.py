@@ -153,7 +153,7 @@ class Weaver:
         """The tokens at an item's positions."""
         found = np.full(one.length, self.tokenizer.fill[one.modality], np.uint32)
         if texts:
-            found[one.places(0, alone=self.fields.alone) < 0] = np.concatenate(texts)
+            found[one.places(0) < 0] = np.concatenate(texts)
         return found
 
     def _relative(self, path: str) -> str:
