@@ -99,8 +99,15 @@ def _figure(file: tuple[str, int, int | None], parts: list[ShownItem]) -> str:
     """An item as the browser shows its file, or why it is not shown."""
     path, offset, size = file
     kind = mimetypes.guess_type(path)[0] or f"{parts[0].modality}/unknown"  # browsers look into the content
-    tag = {"image": "img", "video": "video controls muted", "audio": "audio controls"}.get(kind.split("/")[0])
-    content, why = b"", "not shown: " + ("no browser shows it" if tag is None else "")
+    tag = (
+        None
+        if parts[0].decoded
+        else {"image": "img", "video": "video controls muted", "audio": "audio controls"}.get(kind.split("/")[0])
+    )
+    content, why = (
+        b"",
+        "not shown: " + ("it is kept decoded" if parts[0].decoded else "no browser shows it" if tag is None else ""),
+    )
     try:
         with Path(path).open("rb") as stream:
             stream.seek(offset)

@@ -30,7 +30,8 @@ class Multimodal(DataPlugin):
     with `bytes`, as `datasets` stores images in Parquet. In tar files of WebDataset, members with the name of a `.txt`
     or `.json` are its items. Records without items are texts.
 
-    Items are measured when the data is prepared, and decoded when their row is read. Of one that can't be measured,
+    Items are measured when the data is prepared, and decoded when their row is read; or decoded once, with `store =
+    "decoded"`. Of one that can't be measured,
     `prefetch.on_error = "skip"` leaves out the record, and "replace" has the smallest item, of zeros, stand in for it.
     All text is learned, and no position of an item. An item is never split, and attention stays inside each record.
     """
@@ -48,6 +49,9 @@ class Multimodal(DataPlugin):
         """Folder of relative paths of items; empty means the folder of the record's file."""
         place: Literal["", "before", "after"] = ""
         """Place of the items of a text without any placeholder: before or after it; empty refuses such a record."""
+        store: Literal["references", "decoded"] = "references"
+        """Content of the prepared data: places of the items' files, or the decoded items beside the tokens. These take
+        more room, and a run then needs neither the files nor a decoder."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
         """Treatment of a record longer than a row: it ends the run, is left out, or loses tokens and items on its left
         or right."""
@@ -120,7 +124,8 @@ class Multimodal(DataPlugin):
                 known += f", prepared in {wanted.out}"
             yield "source", f"{counted(files)}{known}"
             placeholders = ", ".join(one.placeholder for one in self._fields(job).modalities.values())
-            yield "decode", f"text from {config.field!r}, with {placeholders} for items"
+            kept = ", which are kept decoded" if config.store == "decoded" else ""
+            yield "decode", f"text from {config.field!r}, with {placeholders} for items{kept}"
         except ConfigError as error:
             yield "source", str(error)
 
@@ -166,7 +171,10 @@ class Multimodal(DataPlugin):
 
         config = self.config
         broken = config.prefetch.on_error
-        fields = ItemFields.of(job, config.path, "multimodal", config.items, broken=broken, place=config.place)
+        decoded = config.store == "decoded"
+        fields = ItemFields.of(
+            job, config.path, "multimodal", config.items, broken=broken, place=config.place, decoded=decoded
+        )
         if fields is None:
             raise ConfigError("multimodal: no enabled plugin gives a modality; enable one, or read texts with `text`.")
         return fields

@@ -68,6 +68,7 @@ class ShownItem:
         where: the record that names it.
         offset: of its first byte in the file.
         size: in bytes; None for all of the file.
+        decoded: whether the bytes are values, and not what was in a file.
     """
 
     modality: str
@@ -78,11 +79,12 @@ class ShownItem:
     where: str
     offset: int = 0
     size: int | None = None
+    decoded: bool = False
 
     @classmethod
     def of(cls, source: ItemSource, one: Noted, position: int) -> Iterator[ShownItem]:
         """An item whose positions begin at `position`, in its parts."""
-        place = source.path, source.where, source.offset, source.size
+        place = source.path, source.where, source.offset, source.size, bool(one.dtype)
         for at, width, grid in one.stretches:
             yield cls(one.modality, position + at, width, grid, *place)
 

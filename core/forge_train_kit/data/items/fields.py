@@ -46,6 +46,7 @@ class ItemFields:
         root: the folder of all data files.
         folder: the folder of relative paths; empty for that of the record's file.
         broken: treatment of items that can't be read.
+        decoded: whether items are decoded when records are prepared, and kept beside the tokens.
         place: where items stand in a text without any placeholder of theirs: `before` or `after` it; empty for an
             error.
     """
@@ -56,6 +57,7 @@ class ItemFields:
     folder: str = ""
     broken: Broken = "stop"
     place: str = ""
+    decoded: bool = False
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class ItemFields:
         *,
         broken: Broken = "stop",
         place: str = "",
+        decoded: bool = False,
     ) -> ItemFields | None:
         """The fields for the modalities of a run; None if it has none.
 
@@ -75,7 +78,7 @@ class ItemFields:
             paths: the data files.
             key: the section that names them.
             folder: the folder of relative paths.
-            broken, place: see above.
+            broken, place, decoded: see above.
 
         Raises:
             ConfigError: there are no such files, or no such folder; or items can't be replaced.
@@ -89,7 +92,9 @@ class ItemFields:
         if folder and not Path(folder).is_dir():
             raise ConfigError(f"{key}.items: {folder} is no folder.")
         alone, root = job.hooks.gives("fusion") == "token", root_of(paths, f"{key}.path")
-        return cls(modalities, alone, root, folder and str(Path(folder).expanduser().absolute()), broken, place)
+        return cls(
+            modalities, alone, root, folder and str(Path(folder).expanduser().absolute()), broken, place, decoded
+        )
 
     def public(self) -> dict[str, Any]:
         """The settings that determine the result."""
@@ -101,6 +106,7 @@ class ItemFields:
             "table": FORMAT,
             **chosen,
             **({} if self.broken == "stop" else {"broken": self.broken}),
+            **({"decoded": True} if self.decoded else {}),
         }
 
     def entries(self, record: Mapping[str, Any], where: str) -> dict[str, list[Any]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ...modalities import Grid
 from ..shard import Ids
 
-FORMAT = 2
+FORMAT = 3
 """Number of the format; records of other formats are prepared again."""
 
 
@@ -36,6 +36,8 @@ class Noted(NamedTuple):
     lead: tuple[int, ...] = ()
     """Tokens of the text before each group of the item's frames, which counts as an item of its own; empty for one that
     is not divided."""
+    dtype: str = ""
+    """Of its values, if the bytes are these, decoded when the record was prepared; empty if they are encoded."""
 
     @property
     def missing(self) -> bool:
@@ -78,5 +80,7 @@ class Table:
         """Parse a document."""
         file, place, items = json.loads(document.astype(np.uint8).tobytes())
         return cls(
-            file, place, tuple(Noted._make([*one[:4], tuple(one[4]), *one[5:9], tuple(one[9])]) for one in items)
+            file,
+            place,
+            tuple(Noted._make([*one[:4], tuple(one[4]), *one[5:9], tuple(one[9]), one[10]]) for one in items),
         )

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
+from forge_train.base.errors import describe
 
 from ...modalities import Item, ItemSource, Modality
 from ...stores.addresses import is_remote
@@ -215,9 +216,22 @@ def _empty(modality: Modality, one: Noted) -> NDArray[Any]:
     return np.zeros((math.prod(one.grid), modality.features), np.uint8)
 
 
+def _kept(modality: Modality, source: ItemSource, one: Noted) -> NDArray[Any]:
+    """The values of an item that was decoded when its record was prepared."""
+    try:
+        with Path(source.path).open("rb") as file:
+            file.seek(source.offset)
+            values = np.frombuffer(file.read(one.size), one.dtype)
+        return values.reshape(math.prod(one.grid), modality.features)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source}: {describe(error)}; delete its folder to prepare the data again.") from error
+
+
 def _decoded(modality: Modality, source: ItemSource, one: Noted) -> NDArray[Any]:
     if one.missing:
         return _empty(modality, one)
+    if one.dtype:
+        return _kept(modality, source, one)
     item: Item = called(modality, "read", source)
     grid, shape = tuple(item.grid), (math.prod(one.grid), modality.features)
     if grid != one.grid or item.values.shape != shape:

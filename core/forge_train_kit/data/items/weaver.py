@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 from forge_train import ConfigError
 from forge_train.base.errors import PluginError
 
-from ...modalities import Grid
+from ...modalities import Grid, Item
 from ..file import File
 from ..shard import Ids, Learned
 from .fields import BrokenItemError, ItemFields, called, short
@@ -100,11 +101,7 @@ class Weaver:
                     raise BrokenItemError(str(error)) from error
                 self.replaced[str(error)] = str(error)
                 one, texts = self._missing(name, position)
-            keys.append(
-                short(entry)
-                if one.missing
-                else f"{one.path}{one.digest}{one.offset if one.path and one.offset >= 0 else ''}"
-            )
+            keys.append(short(entry) if one.missing else self._key(found))
             pieces.append(self._written(one, texts))
             masks.append(np.zeros(one.length, learned.dtype))
             noted.append(one)
@@ -126,10 +123,16 @@ class Weaver:
     def _noted(self, name: str, found: Located, position: int, where: str) -> tuple[Noted, list[Ids]]:
         """An item, and the tokens of the text before each of its groups."""
         modality, source = self.fields.modalities[name], found.source(where)
-        grid = called(modality, "measure", source)
         texts = called(modality, "texts", source) if hasattr(modality, "texts") else ()
-        place = self._relative(found.path), found.offset, found.size, found.digest
-        return self._placed(name, position, grid, place, texts)
+        if not self.fields.decoded:
+            place = self._relative(found.path), found.offset, found.size, found.digest
+            return self._placed(name, position, called(modality, "measure", source), place, texts)
+        item: Item = called(modality, "read", source)
+        if item.values.shape != (shape := (math.prod(item.grid), modality.features)):
+            raise PluginError(f"Modality {name!r}: read gave {item.values.shape} values, and its grid says {shape}.")
+        content = item.values.tobytes()
+        at, digest = self.kept.add(content)
+        return self._placed(name, position, item.grid, ("", at, len(content), digest), texts, item.values.dtype.str)
 
     def _missing(self, name: str, position: int) -> tuple[Noted, list[Ids]]:
         """An empty item."""
@@ -137,7 +140,13 @@ class Weaver:
         return self._placed(name, position, modality.smallest(), ("", 0, 0, ""))
 
     def _placed(
-        self, name: str, position: int, sizes: Grid, place: tuple[str, int, int, str], texts: Sequence[str] = ()
+        self,
+        name: str,
+        position: int,
+        sizes: Grid,
+        place: tuple[str, int, int, str],
+        texts: Sequence[str] = (),
+        dtype: str = "",
     ) -> tuple[Noted, list[Ids]]:
         modality = self.fields.modalities[name]
         grid: Grid = (int(sizes[0]), int(sizes[1]), int(sizes[2]))
@@ -147,7 +156,7 @@ class Weaver:
         written: list[Ids] = [np.asarray(self.tokenizer.encode(text), np.uint32) for text in texts]
         lead = tuple(map(len, written))
         length = sum(lead) + (groups if self.fields.alone else vectors)
-        return Noted(name, position, length, vectors, grid, *place, lead), written
+        return Noted(name, position, length, vectors, grid, *place, lead, dtype), written
 
     def _written(self, one: Noted, texts: Sequence[Ids]) -> Ids:
         """The tokens at an item's positions."""
@@ -155,6 +164,10 @@ class Weaver:
         if texts:
             found[one.places(0) < 0] = np.concatenate(texts)
         return found
+
+    def _key(self, found: Located) -> str:
+        """An item's part of the key by which its record is held out."""
+        return f"{self._relative(found.path)}{found.digest}{found.offset if found.path and found.offset >= 0 else ''}"
 
     def _relative(self, path: str) -> str:
         """A path without the folder of all data files, which may move; an address as it is."""
