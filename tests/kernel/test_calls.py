@@ -541,6 +541,26 @@ def test_batches_are_prepared_phase_by_phase_and_in_a_phase_by_one_plugin_after_
             prepared(hooks(plugin("A", PrepareStep(lambda batches, given=given: given))))  # type: ignore[misc]
 
 
+def test_sequences_keep_the_numbers_that_a_loader_gives_or_are_counted() -> None:
+    def doubled(batch: Batch) -> Batch:
+        inputs, labels = (one.repeat_interleave(2, 0) for one in (batch.inputs, batch.labels))
+        return replace(batch, inputs=inputs, labels=labels, sample_ids=None)
+
+    ones = torch.ones(2, 1, dtype=torch.int64)
+    plain = [Batch(ones, ones), Batch(ones, ones)]
+    numbered = [replace(one, sample_ids=torch.tensor(ids)) for one, ids in zip(plain, ((9, 7), (6, 8)), strict=True)]
+    change = hookimpl(lambda self, job: PrepareBatch(BatchPhase.MAKE, doubled))
+    twice = hooks(make(type("A", (Plugin,), {"prepare_batch": change})))
+    for made, given, wanted in (
+        (hooks(), plain, [[6, 7], [8, 9]]),
+        (hooks(), numbered, [[9, 7], [6, 8]]),
+        (twice, plain, [[12, 13, 14, 15], [16, 17, 18, 19]]),
+        (twice, numbered, [[18, 19, 14, 15], [12, 13, 16, 17]]),
+    ):
+        made._job = SimpleNamespace(dist=SimpleNamespace(data_rank=0, data_ranks=1))  # type: ignore[assignment]
+        assert [one.tensors()["sample_ids"].tolist() for one in made.prepare_batch()(given, 6)] == wanted
+
+
 def test_spans_nest_in_the_order_of_names() -> None:
     seen: list[str] = []
 

@@ -64,7 +64,7 @@ class Batch:
     """`labels`, or the name of an extra or a target → its axes."""
     sample_ids: Tensor | None = None
     """The number of each sequence in the stream of all training data, `[batch]` int64: the same on every layout, and
-    never repeated in a run. The loop sets it."""
+    never repeated in a run. The loop sets it where the loader did not."""
     positions: Tensor | None = None
     """Positions of a slice within the whole rows, `[sequence]` int64; None if rows are whole. `slice` sets it."""
     intermediates: dict[str, Tensor] = field(default_factory=dict)

@@ -25,7 +25,8 @@ class Loader(Protocol):
     """`build_data`: a stateful, endless iterator of this rank's micro-batches.
 
     A rank's n-th micro-batch is number n × `data_ranks` + `data_rank` (both of `job.dist`) of the global stream: ranks
-    that share a `data_rank` get the same batch, and any number of data-parallel ranks can resume the stream. Where that
+    that share a `data_rank` get the same batch, and any number of data-parallel ranks can resume the stream. Within a
+    global batch, a loader may give ranks other sequences than these, and then says which in `sample_ids`. Where that
     would mean that every rank reads everything, a loader may divide its source among the ranks: it then refuses to go
     on with another number of them, and layouts that differ in it can't be compared.
 

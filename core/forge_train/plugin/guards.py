@@ -130,12 +130,12 @@ def preparing(
         for batch in batches:
             if text := loaded.problem(batch):
                 raise PluginError(f"{source}: the loader must give {loaded.words}, {text}.")
-        rows = [len(batch.inputs) for batch in batches]
 
         def numbered(at: int, batch: Batch) -> Batch:
-            now = len(batch.inputs)  # a preparation may have made several rows of a sequence
-            start = first * now // (rows[at] or 1) + (at * ranks + rank) * now
-            return replace(batch, sample_ids=torch.arange(start, start + now))
+            rows, own, ids = len(batches[at].inputs) or 1, batches[at].sample_ids, torch.arange(len(batch.inputs))
+            row = ids * rows // (len(ids) or 1)  # a preparation may have made several rows of a sequence
+            start = first + (at * ranks + rank) * rows if own is None else own[row] - row
+            return replace(batch, sample_ids=start * len(ids) // rows + ids)
 
         ready = [numbered(at, made(numbered(at, batch))) for at, batch in enumerate(batches)]
         for whose, change in together:
