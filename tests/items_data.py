@@ -93,7 +93,7 @@ def write_records(path: Path, records: Iterable[object]) -> Path:
 
 
 def job(
-    *modalities: Scan, rank: int = 0, ranks: int = 1, gives: str = "features", path: str = "bytes", **train: int
+    *modalities: Scan, rank: int = 0, ranks: int = 1, gives: str = "features", path: str = "bytes", **train: Any
 ) -> Any:
     """A run of one process, or one rank of several, as the data sees it."""
     given = modalities or (Scan(),)
@@ -110,7 +110,10 @@ def job(
             gives=lambda slot: gives,
         ),
         config=SimpleNamespace(
-            train=SimpleNamespace(**{"sequence": 24, "micro_batch": 2, "evaluate_every": 0, **train}),
+            train=SimpleNamespace(
+                **{"sequence": 24, "micro_batch": 2, "evaluate_every": 0}
+                | {"batches": (train.get("micro_batch", 2) * ranks,), **train}
+            ),
             sections={"tokenizer": section},
         ),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks, main=True),

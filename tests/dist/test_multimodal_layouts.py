@@ -1,4 +1,7 @@
-"""Texts with items, of which some ranks' micro-batches have none: two ranks of each kind equal one process."""
+"""Texts with items, of which some ranks' micro-batches have none: two ranks of each kind equal one process.
+
+Rows are spread over ranks by what their items cost, and dropout follows them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from forge_train_tools.testing import Verifier
 pytestmark = [pytest.mark.dist]
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "fsdp2": (("fsdp2",), {"train.micro_batch": 1}),
+    "fsdp2": (("fsdp2",), {}),
+    "fsdp2, accumulated": (("fsdp2",), {"train.micro_batch": 1}),
     "cp2": (("cp", "fsdp2"), {"parallel.cp": 2}),
 }
 
@@ -41,7 +45,7 @@ def test_agrees_with_one_process(layout: str, verify: Verifier, tmp_path: Path) 
     }
     file = tmp_path / "run.toml"
     compositions.write_config(
-        file, ("decoder",), run={"seed": 3}, train=train, decoder={"layers": 2}, adamw={"lr": 1e-2}
+        file, ("decoder",), run={"seed": 3}, train=train, decoder={"layers": 2, "dropout": 0.2}, adamw={"lr": 1e-2}
     )
     data = ("items_data:Scans", "multimodal")
     request = compositions._request(file, (*data, *plugins), values | settings)

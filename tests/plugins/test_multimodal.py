@@ -121,12 +121,12 @@ def test_workers_change_no_bit(tmp_path: Path, kind: Any) -> None:
 
 
 def test_ranks_divide_the_rows_of_one_process_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
-    whole = plugin(tmp_path).build_data(job(micro_batch=1), "train")
+    whole = plugin(tmp_path).build_data(job(micro_batch=1, batches=(2,)), "train")
     batches = [next(whole) for _ in range(8)]
     ranks = [plugin(tmp_path).build_data(job(micro_batch=1, rank=rank, ranks=2), "train") for rank in range(2)]
     for at in range(4):
         assert all(same(next(ranks[rank]), batches[2 * at + rank]) for rank in range(2))
-    again = plugin(tmp_path).build_data(job(micro_batch=1), "train")
+    again = plugin(tmp_path).build_data(job(micro_batch=1, batches=(2,)), "train")
     again.load_state_dict(ranks[0].state_dict())
     assert same(next(again), next(whole))
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from forge_train.contract.batch import TOKENS, Batch
 
 from ..losses import ANSWERS, LABEL_WEIGHTS
+from .balance import spread
 from .documents import Int64
 from .items import RowItems, item_axes, padded
 from .mismatched import with_mismatched
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from forge_train import Job
 
     from ..modalities import ItemSource
+    from .balance import Costs
     from .items.notes import Noted
 
 log = logging.getLogger("forge_train")
@@ -45,6 +50,10 @@ _Read = tuple[Batch, tuple[str, ...]]
 
 class StreamLoader:
     """This rank's micro-batches, without end: row r of global micro-batch g is sample g × micro_batch + r.
+
+    Where the stream predicts costs, the samples of each global batch are spread over micro-batches and ranks by them.
+    Every rank works that out for itself, from numbers alone. Batches are counted from where the loader was put, which
+    is always the beginning of a step; with `train.batch_warmup`, samples are spread within as many as all sizes share.
 
     Workers read micro-batches ahead and give them in order: what is given, and the state, which is that of what was
     given, depend neither on their number nor on their kind.
@@ -73,8 +82,11 @@ class StreamLoader:
         self._reader = Reader(stream, self._prefetch.on_error, _padding(stream, job))
         self._micro_batch = int(job.config.train.micro_batch)
         self._rank, self._ranks = job.dist.data_rank, job.dist.data_ranks
-        self._finish = partial(_finish, pin=torch.device(job.device).type == "cuda", target=target)
-        self._position = 0
+        self._costs: Callable[[Int64], Costs] | None = getattr(stream, "costs", None)
+        self._window = math.gcd(*job.config.train.batches) if self._costs else 0
+        pin = torch.device(job.device).type == "cuda"
+        self._finish = partial(_finish, pin=pin, target=target, numbered=self._costs is not None)
+        self._position = self._start = 0
         self._planned: Iterator[tuple[Int64, Int64]] | None = None
         self._workers: Workers[_Read] | None = None
         self._end: Callable[[], object] | None = None
@@ -129,7 +141,7 @@ class StreamLoader:
     def _move(self, position: int) -> None:
         if position < 0:
             raise ValueError(f"the stream has no position {position}")
-        self._position = position
+        self._position = self._start = position
         self._forget()
 
     def _forget(self) -> None:
@@ -168,12 +180,25 @@ class StreamLoader:
     def _plan(self, position: int) -> Iterator[tuple[Int64, Int64]]:
         """Places `[micro_batch, …]` and numbers of this rank's next samples, micro-batch by micro-batch."""
         size = self._micro_batch
+        if self._costs is not None:
+            given = (position - self._start) % self._window
+            yield from islice(self._balanced(position - given), given // (size * self._ranks), None)
         first = np.arange(max(1, _AHEAD // size), dtype=np.int64) * (size * self._ranks)
         while True:
             number = position + self._rank * size + first[:, None] + np.arange(size, dtype=np.int64)
             places = self._stream.places(number.ravel())
             yield from zip(places.reshape(*number.shape, *places.shape[1:]), number, strict=True)
             position += len(first) * size * self._ranks
+
+    def _balanced(self, position: int) -> Iterator[tuple[Int64, Int64]]:
+        """The same from the beginning of a global batch, each spread by cost."""
+        assert self._costs is not None
+        while True:
+            number = position + np.arange(self._window, dtype=np.int64)
+            places = self._stream.places(number)
+            mine = spread(self._costs(places), self._micro_batch, self._ranks)[self._rank]
+            yield from zip(places[mine], number[mine], strict=True)
+            position += self._window
 
 
 def _padding(stream: Stream, job: Job) -> tuple[int, int | None] | None:
@@ -186,8 +211,11 @@ def _padding(stream: Stream, job: Job) -> tuple[int, int | None] | None:
     return None if samples is None else (samples, None)
 
 
-def _finish(reading: Reading, *, pin: bool, target: str) -> _Read:
-    return as_batch(reading.arrays, pin=pin, target=target), reading.skipped
+def _finish(reading: Reading, *, pin: bool, target: str, numbered: bool) -> _Read:
+    batch = as_batch(reading.arrays, pin=pin, target=target)
+    if numbered and reading.numbers is not None:
+        batch = replace(batch, sample_ids=torch.from_numpy(reading.numbers))
+    return batch, reading.skipped
 
 
 def warn_of_few(samples: int | None, job: Job) -> None:

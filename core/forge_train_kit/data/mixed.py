@@ -12,6 +12,7 @@ import numpy as np
 
 from forge_train import ConfigError
 
+from .balance import Costs
 from .documents import Int64
 from .proportions import Recipe
 from .rows import Arrays
@@ -51,6 +52,7 @@ class Mixture:
         self._streams = [self._parts[name].stream for name in recipe.names]
         self._recipe, self._key = recipe, key
         self._begin(0, {})
+        self.costs = self._costs if any(stream.costs for stream in self._streams) else None
         counts = [part.stream.samples for part in parts]
         self.samples = None if None in counts else sum(count or 0 for count in counts)
         self.digest = hashlib.blake2b(json.dumps(self._digests).encode(), digest_size=16).hexdigest()
@@ -83,6 +85,15 @@ class Mixture:
         for at in np.unique(source).tolist():
             here = source == at
             found[here, 1] = self._streams[at].places(found[here, 1])
+        return found
+
+    def _costs(self, places: Int64) -> Costs:
+        """See `Rows.costs`; 0 where a source does not predict them."""
+        found = np.zeros(len(places))
+        for at, stream in enumerate(self._streams):
+            here = places[:, 0] == at
+            if stream.costs is not None and here.any():
+                found[here] = stream.costs(places[here, 1])
         return found
 
     def read(self, places: Int64) -> Arrays:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +49,8 @@ class Reading:
 
     arrays: Arrays
     skipped: tuple[str, ...] = ()
+    numbers: Int64 | None = None
+    """Of the samples."""
 
 
 class Reader:
@@ -86,7 +88,7 @@ class Reader:
             padding = (first >= begin) & (True if end is None else first < end)
             if padding.any():
                 _mask(found.arrays, padding)
-        return found
+        return replace(found, numbers=first)
 
     def _read(self, places: Int64, first: Int64) -> Reading:
         try:

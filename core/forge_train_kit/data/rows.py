@@ -43,7 +43,11 @@ class Arrays:
 
 
 class Rows(Protocol):
-    """Rows of one source."""
+    """Rows of one source.
+
+    Rows that differ in what they cost may have `costs(rows)`: of rows by number, the predicted work that differs from
+    row to row, `[k]` float64 in any unit.
+    """
 
     count: int
     """Number of rows: the length of an epoch."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from forge_train import ConfigError
 
+from .balance import Costs
 from .documents import Int64
 from .permutation import permute
 from .rows import Arrays, Rows
@@ -22,7 +23,8 @@ class Stream(Protocol):
 
     A stream of held-out data may have an attribute `samples`, the number of samples that count: those after them are
     read with all labels masked, and with `Arrays.sources` of -1. One of training data may have `epoch`, the number of
-    samples of an epoch, for `train.epochs`.
+    samples of an epoch, for `train.epochs`. One whose samples differ in what they cost may have `costs(places)`, as
+    `Rows.costs`: within a global batch, samples are then spread over micro-batches and ranks by it.
     """
 
     digest: str
@@ -73,6 +75,7 @@ class Ordered:
         self.digest = rows.digest
         self.samples = rows.count if fixed else None
         self.epoch = None if fixed else rows.count
+        self.costs: Callable[[Int64], Costs] | None = getattr(rows, "costs", None)
 
     def places(self, index: Int64) -> Int64:
         count = self.rows.count

@@ -65,9 +65,11 @@ def _rows(batch: Batch, job: Job, loader: Loader, first: int) -> Iterator[Row]:
         )
     documents = batch.document_ids if batch.document_ids is not None else torch.zeros_like(batch.inputs)
     items_of = getattr(loader, "items", lambda number: ())
+    given = batch.sample_ids
+    numbers = range(first, first + len(batch.inputs)) if given is None else given.tolist()
     for at, (ids, labels, own) in enumerate(zip(batch.inputs, batch.labels, documents, strict=True)):
         items = tuple(
-            part for source, one, position in items_of(first + at) for part in ShownItem.of(source, one, position)
+            part for source, one, position in items_of(numbers[at]) for part in ShownItem.of(source, one, position)
         )
         tokens = with_items(list(_tokens(ids, labels, own, job)), items)
         padding = 0

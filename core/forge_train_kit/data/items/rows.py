@@ -17,10 +17,12 @@ from forge_train.base.errors import describe
 
 from ...modalities import Item, ItemSource, Modality
 from ...stores.addresses import is_remote
+from ..balance import Costs
 from ..documents import Documents, Int64
 from ..fit import Long, fitted
 from ..held_out import Side
 from ..rows import Arrays, PackedRows, Pieces
+from .costs import ItemCosts
 from .extras import RowItems
 from .fields import ItemFields, called
 from .kept import kept_path
@@ -146,6 +148,7 @@ class ItemRows(PackedRows):
     def __init__(self, records: Records, sequence: int, pieces: Pieces, *, pad: int) -> None:
         super().__init__(records.documents, sequence, replace(pieces, document=pieces.document * 2), pad=pad)
         self._records, self._fields = records, records.fields
+        self._costs = ItemCosts(records.fields.modalities)
         self.pieces = pieces
 
     def read(self, rows: Int64) -> Arrays:
@@ -154,8 +157,18 @@ class ItemRows(PackedRows):
     def where(self, row: int) -> str:
         return self._records.where(int(self.pieces.document[self.pieces.of(row).start]))
 
+    def costs(self, rows: Int64) -> Costs:
+        """Operations of encoding the items, from the tables: no item is read. See `ItemCosts`."""
+        each = [sum(self._costs(one.modality, one.grid) for *_, one, _ in self._noted(row)) for row in rows.tolist()]
+        return np.array(each, np.float64)
+
     def inside(self, row: int) -> Iterator[tuple[ItemSource, Noted, int]]:
         """The items of a row, each with its place and its position in the row."""
+        for record, table, one, at in self._noted(row):
+            yield self._records.source(record, table, one), one, at
+
+    def _noted(self, row: int) -> Iterator[tuple[int, Table, Noted, int]]:
+        """The items of a row, each with its record, the record's table, and its position in the row."""
         at = 0
         for piece in self.pieces.of(row):
             start, length = int(self.pieces.start[piece]), int(self.pieces.length[piece])
@@ -163,7 +176,7 @@ class ItemRows(PackedRows):
             table = self._records.table(record)
             for one in table.items:
                 if start <= one.start and one.start + one.length <= start + length:
-                    yield self._records.source(record, table, one), one, at + one.start - start
+                    yield record, table, one, at + one.start - start
             at += length
 
     def _items(self, row: int) -> Mapping[str, RowItems]:
