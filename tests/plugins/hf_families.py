@@ -28,7 +28,8 @@ PROMPT = TOKENS[:1, :12]
 
 def theirs(transformers: Any, family: str, **values: Any) -> Any:
     """A random model, in eager fp32 attention."""
-    config = getattr(transformers, f"{'Gemma3Text' if family == 'Gemma3' else family}Config")(**values)
+    text = "Text" if family in ("Gemma3", "Mllama") else ""
+    config = getattr(transformers, f"{family}{text}Config")(**values)
     config._attn_implementation = "eager"
     model = fakes.initialised(getattr(transformers, HEADS.get(family, f"{family}ForCausalLM"))(config).eval())
     if family.startswith("Gemma"):  # whose norms multiply by 1 + weight

@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "tie_word_embeddings": False, **WINDOW},
         SDPA,
     ),
+    "mllama": ("Mllama", {"cross_attention_layers": [], "bos_token_id": 0}, SDPA),
     "granite": ("Granite", {"attention_multiplier": 0.2, **MULTIPLIERS}, SDPA),
     "granite tied, biases": (
         "Granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, **MULTIPLIERS}, SDPA,
@@ -145,6 +146,8 @@ def test_packed_documents_and_windows_agree(kernel: Any) -> None:
         ("Granite", {"logits_scaling": 0.0}, "logits_scaling = 0.0 .*greater than 0"),
         ("Granite", {"attention_multiplier": 0.0}, "attention_multiplier = 0.0 .*greater than 0"),
         ("Olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("Mllama", {}, "cross_attention_layers = None .*MllamaForConditionalGeneration"),
+        ("Mllama", {"cross_attention_layers": [3]}, r"cross_attention_layers = \[3\]"),
     ],
 )
 def test_what_a_family_does_not_have_is_named(family: str, values: dict[str, Any], message: str) -> None:
@@ -156,7 +159,8 @@ def test_what_a_family_does_not_have_is_named(family: str, values: dict[str, Any
 
 def test_files_that_leave_keys_out_have_the_familys_defaults() -> None:
     bare = {key: value for key, value in SHAPE.items() if value is not None and key != "num_key_value_heads"}
-    needed: dict[str, dict[str, int]] = {
+    needed: dict[str, dict[str, Any]] = {
+        "MllamaForCausalLM": {"cross_attention_layers": []},
         "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
         "DeepseekV3ForCausalLM": {"num_key_value_heads": 4},
     }
@@ -193,6 +197,17 @@ def test_the_plugin_declares_the_families_that_it_reads() -> None:
 def test_a_model_is_exported_as_the_first_family_that_can_hold_it(values: dict[str, Any], architecture: str) -> None:
     config = fakes.make(Decoder, **(fakes.TINY | values)).export_hf(fakes.job()).config
     assert config["architectures"] == [f"{architecture}ForCausalLM"]
+
+
+def test_placeholders_are_rows_of_the_embedding_that_the_head_lacks() -> None:
+    model = fakes.decoder(placeholders=3)
+    assert (len(model.embedding.weight), len(model.head.weight)) == (64, 61)
+    tied = fakes.make(Decoder, **fakes.TINY, placeholders=3, tied=True)
+    assert [one.key for one in tied.check_config(fakes.run_config())] == ["decoder.placeholders"]
+    with pytest.raises(ConfigError, match=r"decoder\.placeholders is 3 here, but 8 there"):
+        fakes.make(Decoder, **fakes.TINY, placeholders=3).export_hf(fakes.job())
+    layout = fakes.make(Decoder, **fakes.TINY, placeholders=8).export_hf(fakes.job())
+    assert layout.config["architectures"] == ["MllamaForCausalLM"]
 
 
 # -- options of their own ----------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ class Decoder(Plugin):
         "plan.per_unit": True,
         "hf.architectures": (
             "LlamaForCausalLM",
+            "MllamaForCausalLM",
             "Qwen3ForCausalLM",
             "Qwen2ForCausalLM",
             "MistralForCausalLM",
@@ -101,6 +102,9 @@ class Decoder(Plugin):
         """Width of the feed-forward blocks; 0 means 8/3 dim, rounded up to a multiple of 64."""
         vocabulary: Annotated[int, Ge(0)] = 0
         """Number of token ids; 0 means the tokenizer's."""
+        placeholders: Annotated[int, Ge(0)] = 0
+        """Ids after these that the embedding has and the head does not: of tokens that stand for items, which are
+        read and never written (Llama 3.2 Vision)."""
         max_sequence: Annotated[int, Gt(0)] = 2048
         """Longest sequence in tokens."""
         norm: Literal["rms", "layer"] = "rms"
@@ -267,7 +271,7 @@ class Decoder(Plugin):
         return heads.exported(trunk, given, head, classes, pad, tied=self.config.tied)
 
     def _vocabulary(self, job: Job) -> int:
-        """The model's number of token ids: at least as many as the tokenizer has.
+        """The model's number of token ids: with its placeholders, at least as many as the tokenizer has.
 
         Raises:
             ConfigError: if neither the number nor a tokenizer is given, or the number is too small.
@@ -278,6 +282,6 @@ class Decoder(Plugin):
                 raise ConfigError("decoder.vocabulary: no enabled plugin provides a tokenizer to take it from; set it.")
             return wanted
         needed = hookspecs.tokenizer(job).vocabulary
-        if wanted and wanted < needed:
+        if wanted and wanted + self.config.placeholders < needed:
             raise ConfigError(f"decoder.vocabulary: expected at least the tokenizer's {needed}, found {wanted}.")
         return wanted or needed

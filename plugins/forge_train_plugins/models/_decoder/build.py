@@ -95,7 +95,8 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     def dropout(rate: float, name: str) -> Dropout | None:
         return Dropout(rate, job, f"{name}_dropout") if rate else None
 
-    embedding = Embedding(vocabulary, config.dim, std=config.std)
+    rows = vocabulary + config.placeholders
+    embedding = Embedding(rows, config.dim, std=config.std)
     spec = HeadSpec(config.dim, vocabulary, config.std, config.logit_divisor, config.logit_soft_cap or None)
     head = hookspecs.head(spec, job)
     tied = config.tied and _ties(head, embedding)
@@ -109,7 +110,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             )
 
     def shared() -> Embedding:
-        again = Embedding(vocabulary, config.dim, std=config.std)
+        again = Embedding(rows, config.dim, std=config.std)
         again.weight = embedding.weight
         return again
 

@@ -85,6 +85,8 @@ def check(config: Decoder.Config, run: RunConfig) -> Iterator[Problem]:
         yield Problem("decoder.kv_heads", f"{config.kv_heads} does not divide decoder.heads ({config.heads}).")
     if sequence > config.max_sequence:
         yield Problem("train.sequence", f"{sequence} tokens exceed decoder.max_sequence ({config.max_sequence}).")
+    if config.placeholders and config.tied:
+        yield Problem("decoder.placeholders", "the head has no such rows, so that decoder.tied must be false.")
     if config.unit_offset and config.norm != "rms":
         yield Problem("decoder.unit_offset", f"has no effect with decoder.norm = {config.norm!r}.")
     if config.qk_norm_over != "head" and not config.qk_norm:

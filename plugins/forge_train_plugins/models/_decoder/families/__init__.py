@@ -8,7 +8,7 @@ from .gemma import GEMMA2, GEMMA3
 from .gpt2 import GPT2
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
-from .llama import LLAMA, MISTRAL
+from .llama import LLAMA, MISTRAL, MLLAMA
 from .mixtral import MIXTRAL
 from .olmo import OLMO2, OLMO3, OLMOE
 from .phi import PHI3
@@ -19,6 +19,7 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         LLAMA,
+        MLLAMA,
         QWEN3,
         QWEN2,
         MISTRAL,
