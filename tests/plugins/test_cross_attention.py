@@ -14,7 +14,7 @@ import scans
 import tiny_models
 from forge_train import Batch, ConfigError
 from forge_train_kit.modalities import extras_of
-from forge_train_plugins.fusions._cross_attention.ranges import with_ranges
+from forge_train_plugins.fusions._cross_attention.ranges import item_ranges, with_ranges
 
 VALUES, GRIDS, PLACES = extras_of("scan")
 OPEN = "cross_attention.gate=0.7"
@@ -34,8 +34,8 @@ def composed(*values: str) -> Any:
     return tiny_models.composed("cross_attention.layers=[1]", *values, plugins=("scans:Scans", "cross_attention"))[1]
 
 
-def prepared(given: Batch, *, last: bool = False) -> Batch:
-    return with_ranges(given, ["scan"], last=last)
+def prepared(given: Batch, attend: str = "all") -> Batch:
+    return with_ranges(given, ["scan"], attend)
 
 
 def written_out(layer: Any, hidden: Tensor, seen: list[list[Tensor]]) -> Tensor:
@@ -68,7 +68,7 @@ def _token(layer: Any, x: Tensor, vectors: Tensor) -> Tensor:
     return x + layer.feed_forward_gate.weight.tanh() * out
 
 
-def vectors_seen(model: Any, given: Batch, *, last: bool) -> list[list[Tensor]]:
+def vectors_seen(model: Any, given: Batch, attend: str) -> list[list[Tensor]]:
     """For each token the vectors of the items at or before it in its document, each item encoded alone."""
     encoder, found = model.fusion.items.encoders["scan"], []
     for row in range(len(given.inputs)):
@@ -87,7 +87,7 @@ def vectors_seen(model: Any, given: Batch, *, last: bool) -> list[list[Tensor]]:
                 if given.extras[PLACES][row, before] >= 0
                 and (documents is None or documents[row, before] == documents[row, at])
             ]
-            mine = mine[-1:] if last else mine
+            mine = mine[-1:] if attend == "last" else mine
             tokens.append(torch.cat(mine) if mine else torch.empty(0, 32))
         found.append(tokens)
     return found
@@ -103,8 +103,8 @@ def test_a_layer_is_what_it_is_written_out_with_its_gradients(attend: str, docum
     seen: dict[str, Tensor] = {}
     layer = model.fusion.layers["1"]
     layer.register_forward_hook(lambda _, args, out: seen.update(x=args[0], out=out))
-    model(given.inputs, **prepared(given, last=attend == "last").model_inputs())
-    vectors = vectors_seen(model, given, last=attend == "last")
+    model(given.inputs, **prepared(given, attend).model_inputs())
+    vectors = vectors_seen(model, given, attend)
     expected = written_out(layer, seen["x"], vectors)
     torch.testing.assert_close(seen["out"], expected, rtol=1e-9, atol=1e-9)
     names = [name for name, _ in model.fusion.named_parameters()]
@@ -115,6 +115,14 @@ def test_a_layer_is_what_it_is_written_out_with_its_gradients(attend: str, docum
     for name, one, other in zip([*names, "embedding"], ours, theirs, strict=True):
         assert one.abs().max() > 1e-6, name
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_run_is_the_last_items_whose_placeholders_follow_each_other() -> None:
+    places = torch.tensor([[-1, 0, 1, -1, 2, 3, 4, -1, 5, -1, 6]])
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2]])
+    whole, apart = (item_ranges(places, ids, "run")[0].T.tolist() for ids in (None, documents))
+    assert whole == [[0, 0, 0, 0, 2, 2, 2, 2, 5, 5, 6], [0, 1, 2, 2, 3, 4, 5, 5, 6, 6, 7]]
+    assert apart == [[0, 0, 0, 0, 2, 3, 3, 3, 5, 6, 6], [0, 1, 2, 2, 3, 4, 5, 5, 6, 6, 7]]
 
 
 def test_a_model_starts_as_that_of_text_alone() -> None:

@@ -33,9 +33,9 @@ class CrossAttention(Plugin):
         """One such layer stands before each so many-th layer of the decoder: before 3, 7, 11, …, counted from 0."""
         layers: tuple[int, ...] = ()
         """Layers of the decoder before which one stands, instead of `every`."""
-        attend: Literal["all", "last"] = "all"
-        """Items that a token attends to: all at or before it in its document, or the last one of each modality, as in
-        Flamingo."""
+        attend: Literal["all", "last", "run"] = "all"
+        """Items that a token attends to: all at or before it in its document; the last one of each modality, as in
+        Flamingo; or the last ones whose placeholders follow each other (run), as in Llama 3.2 Vision."""
         gate: float = 0.0
         """Value at which gates start; they multiply by its tanh."""
 
@@ -56,16 +56,14 @@ class CrossAttention(Plugin):
             raise ConfigError(
                 f"cross_attention.layers: the model has layers 0 to {spec.layers - 1}, found {beyond[0]}."
             )
-        return Between(
-            spec, sorted(set(at)), last=config.attend == "last", gate=config.gate, parts=job.dist.layout.pp > 1
-        )
+        return Between(spec, sorted(set(at)), attend=config.attend, gate=config.gate, parts=job.dist.layout.pp > 1)
 
     @hookimpl
     def prepare_batch(self, job: Job) -> PrepareStep:
         from ._cross_attention.ranges import with_ranges
 
-        names, last = tuple(enabled_modalities(job)), self.config.attend == "last"
-        return PrepareStep(lambda batches: [with_ranges(batch, names, last=last) for batch in batches])
+        names, attend = tuple(enabled_modalities(job)), self.config.attend
+        return PrepareStep(lambda batches: [with_ranges(batch, names, attend) for batch in batches])
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:

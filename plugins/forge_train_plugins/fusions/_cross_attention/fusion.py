@@ -25,18 +25,18 @@ class Between(nn.Module):
     Args:
         spec: of the model.
         at: layers before which one stands, in order.
-        last: whether a token attends to the last item only.
+        attend: items that a token attends to: all, last or run.
         gate: value at which gates start.
         parts: whether a pipeline will cut the model.
     """
 
     enter: nn.Module | None = None
 
-    def __init__(self, spec: FusionSpec, at: Sequence[int], *, last: bool, gate: float, parts: bool) -> None:
+    def __init__(self, spec: FusionSpec, at: Sequence[int], *, attend: str, gate: float, parts: bool) -> None:
         super().__init__()
         first, *others = at
         self._first = str(first)
-        self.items: Items | None = Items(spec.encoders, last=last)
+        self.items: Items | None = Items(spec.encoders, attend)
         self.layers = nn.ModuleDict({str(index): CrossLayer(spec.layer, index, gate) for index in at})
         self.copies = nn.ModuleDict({str(index): _tied(self.items) for index in others} if parts else {})
 

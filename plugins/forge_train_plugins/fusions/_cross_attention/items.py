@@ -19,13 +19,13 @@ class Items(nn.Module):
 
     Args:
         encoders: modality → its encoder.
-        last: whether a token attends to the last item only.
+        attend: items that a token attends to: all, last or run.
     """
 
-    def __init__(self, encoders: Mapping[str, Any], *, last: bool) -> None:
+    def __init__(self, encoders: Mapping[str, Any], attend: str) -> None:
         super().__init__()
         self.encoders = nn.ModuleDict(dict(encoders))
-        self.last = last
+        self.attend = attend
 
     def forward(self, **extras: Tensor) -> dict[str, Tensor]:
         """Nothing without the extras of a modality; else
@@ -67,7 +67,7 @@ class Items(nn.Module):
 
     def _ranges(self, name: str, extras: Mapping[str, Tensor]) -> Tensor:
         found = extras.get(ranges_of(name))
-        return item_ranges(extras[extras_of(name)[2]], None, last=self.last) if found is None else found
+        return item_ranges(extras[extras_of(name)[2]], None, self.attend) if found is None else found
 
     @staticmethod
     def _items(counts: Tensor, vectors: int) -> Tensor:

@@ -18,17 +18,17 @@ def ranges_of(name: str) -> str:
     return f"{name}_range"
 
 
-def with_ranges(batch: Batch, names: Iterable[str], *, last: bool) -> Batch:
+def with_ranges(batch: Batch, names: Iterable[str], attend: str) -> Batch:
     """The batch with the ranges of modalities, from whole rows: a slice does not have the placeholders before it.
 
     Args:
         batch: before it is cut.
         names: of modalities.
-        last: whether a token attends to the last item only.
+        attend: items that a token attends to: all, last or run.
     """
     places = {name: extras_of(name)[2] for name in names}
     made = {
-        ranges_of(name): item_ranges(batch.extras[extra], batch.document_ids, last=last)
+        ranges_of(name): item_ranges(batch.extras[extra], batch.document_ids, attend)
         for name, extra in places.items()
         if extra in batch.extras
     }
@@ -36,17 +36,22 @@ def with_ranges(batch: Batch, names: Iterable[str], *, last: bool) -> Batch:
     return replace(batch, extras={**batch.extras, **made}, axes={**batch.axes, **axes})
 
 
-def item_ranges(places: Tensor, document_ids: Tensor | None, *, last: bool) -> Tensor:
+def item_ranges(places: Tensor, document_ids: Tensor | None, attend: str) -> Tensor:
     """Ranges of items, `[batch, sequence, 2]` int64; both ends are equal where a token has none.
 
     Args:
         places: the item whose placeholder stands at each position, −1 elsewhere: `[batch, sequence]`, of whole rows.
         document_ids: as in a batch; None for rows of one document.
-        last: whether a token attends to the last item only.
+        attend: items that a token attends to: all, last or run.
     """
     until = (places + 1).cummax(1).values
     begins = torch.zeros_like(places, dtype=torch.bool)
     if document_ids is not None:
         begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     before = torch.where(begins, until.roll(1, 1), 0).cummax(1).values
-    return torch.stack([torch.maximum(before, until - 1) if last else before, until], -1)
+    first = until - 1
+    if attend == "run":
+        alone = places >= 0
+        alone[:, 1:] &= (places[:, :-1] < 0) | begins[:, 1:]
+        first = torch.where(alone, places, -1).cummax(1).values
+    return torch.stack([before if attend == "all" else torch.maximum(before, first), until], -1)
