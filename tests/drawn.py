@@ -22,6 +22,19 @@ OPTIONS = {
     "image.std": 0.2,
 }
 SQUARE = {"image.fit": "square", "image.connector": "resampler", "image.queries": 2, "image.merge": 1}
+TILES = {
+    "image_tiles.size": 4,
+    "image_tiles.patch": 2,
+    "image_tiles.dim": 16,
+    "image_tiles.layers": 2,
+    "image_tiles.global_layers": 1,
+    "image_tiles.heads": 2,
+    "image_tiles.outputs": [0],
+    "image_tiles.std": 0.2,
+    "cross_attention.every": 1,
+    "cross_attention.gate": 0.5,
+    "cross_attention.attend": "run",
+}
 GRIDS = ((1, 4, 4), (1, 2, 4), (1, 2, 2))
 
 
@@ -42,6 +55,16 @@ class Squares(Drawn):
     @hookimpl
     def prepare_batch(self, job: Job) -> PrepareBatch:
         return PrepareBatch(BatchPhase.MAKE, partial(with_pictures, grids=GRIDS[:1] * 3, most=2))
+
+
+class Tiled(Drawn):
+    """The same in tiles, each picture at one position, with `TILES`."""
+
+    requires = ("image_tiles",)
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> PrepareBatch:
+        return PrepareBatch(BatchPhase.MAKE, partial(with_pictures, most=1))
 
 
 def with_pictures(batch: Batch, grids: tuple[Grid, ...] = GRIDS, most: int = 4) -> Batch:

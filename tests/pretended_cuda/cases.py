@@ -81,6 +81,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
             **{**drawn.OPTIONS, "image.once": True, "image.cache": f"{folder}/kept"},
             freeze__parameters=["*.encoders.image.vision.*"],
         ),
+        case("images in tiles", "image_tiles", "cross_attention", "drawn:Tiled", **drawn.TILES),
         case("items beside tokens", "cross_attention", "scans:Scans", cross_attention__every=1),
         case("mot", "mot", "scans:Scans"),
         case("moe of modalities", "moma", "moe", "scans:Scans", moe__capacity=1.0),

@@ -1,4 +1,4 @@
-"""Images and video clips as items among text."""
+"""Images, whole or in tiles, and video clips as items among text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from forge_train import Ge, Gt, Job, Plugin, Problem, hookimpl, section
 from forge_train_kit.hf import HFAround, HFModel
 from forge_train_kit.modalities import Modality
 
+from ._tiles.section import TileSection
+from ._tiles.section import check as check_tiles
 from ._vision.section import VisionSection, check
 
 if TYPE_CHECKING:
@@ -125,3 +127,45 @@ class Video(_Vision):
         from ._vision.modality import Clips
 
         return [Clips(self.config)]
+
+
+class ImageTiles(Plugin):
+    """Images in square tiles that a vision transformer sees together, as in Llama 3.2 Vision (arXiv:2407.21783).
+
+    An image keeps its aspect: of all arrangements of at most so many tiles, it gets the one in which it is largest, or
+    the smallest one that holds it. The rest is black.
+    """
+
+    api = (1, 0)
+    facts: ClassVar[Mapping[str, Any]] = {"hf.architectures": ("MllamaForConditionalGeneration",)}
+    requires = ("fusion",)
+    needs: ClassVar[Mapping[str, str]] = {"PIL": "pip install 'forge-train[images]'"}
+
+    @section
+    class Config(TileSection):
+        """Tiles, encoder and connector."""
+
+    config: Config
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        yield from check_tiles(self.config)
+
+    @hookimpl
+    def modalities(self, job: Job) -> list[Modality]:
+        from ._tiles.modality import TiledPictures
+
+        return [TiledPictures(self.config)]
+
+    @hookimpl
+    def import_hf_around(self, config: Mapping[str, Any], beside: Mapping[str, Any]) -> HFAround | None:
+        from ._tiles.mllama import read
+
+        return read(config, beside)
+
+    @hookimpl
+    def export_hf_around(self, layout: HFModel, job: Job) -> HFModel:
+        from ._tiles.export import write
+        from ._tiles.modality import TiledPictures
+
+        return write(self.config, TiledPictures(self.config), layout, job)

@@ -99,7 +99,14 @@ def upright(image: Image.Image) -> tuple[int, int]:
     return image.size[::-1] if turned else image.size
 
 
-def pixels(image: Image.Image, source: ItemSource, size: tuple[int, int], *, crop: bool = False) -> NDArray[np.uint8]:
+def pixels(
+    image: Image.Image,
+    source: ItemSource,
+    size: tuple[int, int],
+    *,
+    crop: bool = False,
+    resample: Image.Resampling = Image.Resampling.BICUBIC,
+) -> NDArray[np.uint8]:
     """Decode an image, turn it upright, and resize it: `[height, width, 3]`, red, green and blue.
 
     Transparency is laid over white. 16 bits are divided by 257.
@@ -113,10 +120,16 @@ def pixels(image: Image.Image, source: ItemSource, size: tuple[int, int], *, cro
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.asarray(resized(image.convert("RGB"), size, crop=crop))
+    return np.asarray(resized(image.convert("RGB"), size, crop=crop, resample=resample))
 
 
-def resized(image: Image.Image, size: tuple[int, int], *, crop: bool) -> Image.Image:
+def resized(
+    image: Image.Image,
+    size: tuple[int, int],
+    *,
+    crop: bool,
+    resample: Image.Resampling = Image.Resampling.BICUBIC,
+) -> Image.Image:
     """The image with these sides; with `crop`, the middle of the image whose shorter side has as many pixels.
 
     The middle is resized alone: of a long strip, the whole would not fit into memory.
@@ -124,9 +137,9 @@ def resized(image: Image.Image, size: tuple[int, int], *, crop: bool) -> Image.I
     if image.size == size:
         return image
     if not crop:
-        return image.resize(size, Image.Resampling.BICUBIC)
+        return image.resize(size, resample)
     (left, right), (top, bottom) = (_middle(*one, min(image.size)) for one in zip(image.size, size, strict=True))
-    return image.resize(size, Image.Resampling.BICUBIC, box=(left, top, right, bottom))
+    return image.resize(size, resample, box=(left, top, right, bottom))
 
 
 def _middle(here: int, side: int, shorter: int) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from .places import Places
 from .positions import LearnedPositions, Rotary, Sines
 
 if TYPE_CHECKING:
+    from .._tiles.section import TileSection
     from .section import VisionSection
 
 
@@ -108,7 +109,7 @@ class Pixels(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, config: VisionSection) -> None:
+    def __init__(self, config: VisionSection | TileSection) -> None:
         super().__init__()
         self.mean, self.deviation, self.count = config.mean, config.deviation, config.patch**2
         for name in ("scale", "shift"):

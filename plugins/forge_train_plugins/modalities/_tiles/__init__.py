@@ -1,0 +1,1 @@
+"""Parts of the `image_tiles` plugin."""
