@@ -15,7 +15,18 @@ from forge_train_tools.testing import Verifier
 pytestmark = [pytest.mark.dist]
 
 FROZEN = {"freeze.parameters": ["fusion.enter.encoders.image.vision.*"]}
-SECTIONS = {"decoder.rope.sections": [2, 1, 1]}
+SECTIONS = {
+    "decoder.rope.sections": [2, 1, 1],
+    "image.positions": "rotary",
+    "image.window": 2,
+    "image.full_layers": [1],
+    "image.norm": "rms",
+    "image.gated": True,
+    "image.activation": "silu",
+    "image.patch_frames": 2,
+    "image.connector_hidden": 24,
+}
+"""Of Qwen2.5-VL."""
 CELLS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "fsdp2, ac": (("fsdp2", "ac"), {}, {"image.positions": "rotary"}),
     "fsdp2, frozen": (("fsdp2",), {}, FROZEN),

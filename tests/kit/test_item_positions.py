@@ -118,6 +118,12 @@ def test_a_batch_is_given_them_and_they_are_cut_with_it() -> None:
     assert ItemPositions({"tile": TILE}).prepared(Batch(places, places)).extras == {}
 
 
+def test_slices_of_rows_need_prepared_positions() -> None:
+    places, grids, _ = row(2, (1, 4, 6))
+    with pytest.raises(PluginError, match="depend on whole rows, and this rank has slices of them"):
+        ItemPositions({"tile": TILE}, sliced=True)({"tile_places": places, "tile_grids": grids}, None)
+
+
 def test_a_spread_that_does_not_fit_is_refused() -> None:
     wrong: Any = type("Wrong", (Tiles,), {"spread": lambda self, grid: grid})()
     places, grids, _ = row(2, (1, 4, 6))

@@ -59,6 +59,8 @@ def test_text_alone_is_that_of_plain_rotations(made: Any) -> None:
     plain.load_state_dict(made[1].state_dict())
     with torch.no_grad():
         assert torch.equal(plain(ids), made[1](ids))
+        three = torch.zeros(2, 24, 3, dtype=torch.int64)  # of a batch that was prepared for another model
+        assert torch.equal(plain(ids, **{ITEM_POSITIONS: three}), plain(ids))
 
 
 def test_a_text_goes_on_behind_its_items(made: Any) -> None:

@@ -32,15 +32,17 @@ class ItemPositions:
 
     Args:
         modalities: of the model.
+        sliced: whether batches hold slices of rows, whose positions must have been prepared.
     """
 
-    def __init__(self, modalities: Mapping[str, Modality]) -> None:
+    def __init__(self, modalities: Mapping[str, Modality], *, sliced: bool = False) -> None:
+        self._sliced = sliced
         self._modalities = {name: one for name, one in modalities.items() if hasattr(one, "spread")}
         self._known: dict[tuple[str, Grid], tuple[int, ...]] = {}
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch with positions along three axes, from whole rows; unchanged if it holds no items."""
-        found = self(batch.extras, batch.position_ids, batch.document_ids)
+        found = self._of_rows(batch.extras, batch.position_ids, batch.document_ids)
         if found is None:
             return batch
         extras, axes = {**batch.extras, ITEM_POSITIONS: found[0]}, {**batch.axes, ITEM_POSITIONS: TOKENS}
@@ -57,7 +59,22 @@ class ItemPositions:
             extras: of a batch of whole rows.
             position_ids: as in a batch; 0, 1, … by default.
             document_ids: as in a batch.
+
+        Raises:
+            PluginError: rows are slices.
         """
+        found = self._of_rows(extras, position_ids, document_ids)
+        if self._sliced and found is not None:
+            raise PluginError(
+                f"The positions of items depend on whole rows, and this rank has slices of them: {ITEM_POSITIONS!r} "
+                "must be among the extras of its batches, which the model's plugin prepares."
+            )
+        return found
+
+    def _of_rows(
+        self, extras: Mapping[str, Tensor], position_ids: Tensor | None, document_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Positions, and what follows from them."""
         names = {name: extras_of(name)[1:] for name in self._modalities}
         given = {name: (extras[a], extras[b]) for name, (a, b) in names.items() if a in extras and b in extras}
         if not given:

@@ -44,7 +44,9 @@ class Image(_Vision):
     """Images, cut into patches that a vision transformer encodes (Dosovitskiy et al. 2020, arXiv:2010.11929)."""
 
     api = (1, 0)
-    facts: ClassVar[Mapping[str, Any]] = {"hf.architectures": ("LlavaForConditionalGeneration",)}
+    facts: ClassVar[Mapping[str, Any]] = {
+        "hf.architectures": ("LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+    }
     requires = ("fusion",)
     _name = "image"
     needs: ClassVar[Mapping[str, str]] = {"PIL": "pip install 'forge-train[images]'"}
@@ -67,15 +69,16 @@ class Image(_Vision):
 
     @hookimpl
     def import_hf_around(self, config: Mapping[str, Any], beside: Mapping[str, Any]) -> HFAround | None:
-        from ._vision.llava import read
+        from ._vision import llava, qwen_vl
 
-        return read(config, beside)
+        return llava.read(config, beside) or qwen_vl.read(config, beside)
 
     @hookimpl
     def export_hf_around(self, layout: HFModel, job: Job) -> HFModel:
-        from ._vision.llava import write
+        from ._vision import llava, qwen_vl
         from ._vision.modality import Pictures
 
+        write = qwen_vl.write if self.config.positions == "rotary" else llava.write
         return write(self.config, Pictures(self.config), layout, job)
 
 

@@ -132,6 +132,8 @@ def write(config: VisionSection, modality: Modality, layout: HFModel, job: Job) 
     (architecture,) = layout.config["architectures"]
     if architecture not in architectures:
         raise ConfigError(f"LLaVA in Hugging Face layout has one of {', '.join(architectures)}, found {architecture}.")
+    if (layout.config.get("rope_scaling") or {}).get("mrope_section"):
+        raise ConfigError("decoder.rope.sections: LLaVA in Hugging Face layout has positions along one axis.")
     if job.hooks.provider("fusion") and job.hooks.gives("fusion") != "features":
         raise ConfigError(
             f"LLaVA in Hugging Face layout has images among the tokens; plugin {job.hooks.provider('fusion')!r} joins "

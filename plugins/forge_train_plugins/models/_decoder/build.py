@@ -145,7 +145,9 @@ def item_positions(config: Decoder.Config, job: Job) -> ItemPositions | None:
     """Gives positions along three axes; None if nothing rotates by them, or no item has a position for each vector."""
     if not config.rope.sections or not (modalities := enabled_modalities(job)):
         return None
-    return ItemPositions(modalities) if job.hooks.gives("fusion") == "features" else None
+    if job.hooks.gives("fusion") != "features":
+        return None
+    return ItemPositions(modalities, sliced=job.dist.layout.cp > 1)
 
 
 def _fusion(config: Decoder.Config, layer: Layer, model: Transformer, job: Job) -> Fusion | None:

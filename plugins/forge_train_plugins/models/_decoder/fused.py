@@ -47,8 +47,10 @@ def layer_positions(
         cache: of the model's part, while text is generated.
     """
     prepared = items.pop(ITEM_POSITIONS, None)
-    if axes is None or prepared is not None:
-        return position_ids if prepared is None else prepared
+    if axes is None:  # the positions were made for another model of this run
+        return position_ids
+    if prepared is not None:
+        return prepared
     shift = cache[SHIFT] if cache else None
     before = 0 if shift is None else shift.get()
     position_ids = position_ids if position_ids is None else position_ids + before

@@ -23,6 +23,7 @@ SCALINGS = {
     "longrope": "longrope",
 }
 """`rope_type` → `decoder.rope.scaling`."""
+SECTIONS = "mrope_section"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -36,6 +37,7 @@ class Rotation:
         window_key: the key for `window_theta`, next to `rope_theta`.
         skipping: `no_rope_layers` names layers without positions.
         partial: `partial_rotary_factor` may leave some features of each head unrotated.
+        sections: `mrope_section` may rotate by three axes (Qwen2-VL).
         types: `rope_type` → `decoder.rope.scaling`.
         original: `original_max_position_embeddings` if the file leaves it out; `max_position_embeddings` by default.
         scaled: the scaling's table if the file has none.
@@ -46,6 +48,7 @@ class Rotation:
     window_key: str = ""
     skipping: bool = False
     partial: bool = False
+    sections: bool = False
     types: Mapping[str, str] = field(default_factory=lambda: SCALINGS)
     original: int = 0
     scaled: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +93,9 @@ class Rotation:
     def write(self, config: Decoder.Config) -> dict[str, Any]:
         """The keys as before transformers 5, which every reader understands; the new ones only if no old key exists."""
         rope = config.rope
-        scaling = _scaling(rope) or ({"rope_type": "default"} if self.scaled else None)
+        scaling = _scaling(rope) or ({"rope_type": "default"} if self.scaled or rope.sections else None)
+        if self.sections and rope.sections:
+            scaling = {**(scaling or {}), SECTIONS: list(rope.sections)}
         own = rope.window_theta or rope.theta
         if self.window_theta is None or self.window_key:
             found: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": scaling}
@@ -134,6 +139,8 @@ class Rotation:
             if not self.partial:
                 given.refuse("partial_rotary_factor", "this family rotates all features")
             rope["fraction"] = fraction
+        if self.sections and (sections := given.get(SECTIONS, None)):
+            rope["sections"] = tuple(sections)
         given.refuse_the_rest()
         return rope
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import experts
 from .family import ATTENTION_BIAS, Family, Key
-from .positions import Windows
+from .positions import SCALINGS, Rotation, Windows
 from .reader import Reader
 
 
@@ -19,6 +19,7 @@ QWEN2 = Family(
     "qwen2",
     options={"qkv_bias": True},
     kv_heads=32,
+    rotation=Rotation(sections=True, types={**SCALINGS, "mrope": "none"}),
     windows=WINDOWS,
     ignored=("max_window_layers",),
 )
