@@ -18,7 +18,7 @@ WINDOW = {"decoder.window": 5, "decoder.window_layers": [True, False]}
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "fsdp2, ac": (("fsdp2", "ac"), {}, {}),
     "tp2": (("tp",), {"parallel.tp": 2}, WINDOW),
-    "pp2": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, {}),
+    "pp2, items": (("pp", "scans:Scans"), {"parallel.pp": 2, "train.micro_batch": 1}, {}),
     "cp2, gathered": (("cp",), {"parallel.cp": 2, "cp.method": "gather"}, {}),
     "cp2, by heads, flex": (("cp", "flex"), {"parallel.cp": 2, "cp.method": "ulysses"}, WINDOW),
     "cp2, eager, gathered": (("cp", "eager"), {"parallel.cp": 2, "cp.method": "gather"}, WINDOW),
@@ -30,8 +30,8 @@ EXTENDED = ("fsdp2, ac", "cp2, eager, gathered")
 def test_agrees_with_one_process(case: str, verify: Verifier, composition_file: Path) -> None:
     plugins, layout, options = CASES[case]
     request = compositions._request(composition_file, ("prompted:Prompts", *plugins), MODEL | layout | options)
-    kernel = [one for one in plugins if one in ("eager", "flex")]
-    reference = compositions._request(composition_file, ("prompted:Prompts", *kernel), MODEL | options)
+    same = [one for one in plugins if one in ("eager", "flex", "scans:Scans")]
+    reference = compositions._request(composition_file, ("prompted:Prompts", *same), MODEL | options)
     verdict = verify(request, 2, steps=2, reference=reference)
     assert verdict.agree, verdict
 

@@ -69,6 +69,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "granite tied, biases": (
         "Granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, **MULTIPLIERS}, SDPA,
     ),
+    "gemma": ("Gemma", {"head_dim": 8}, SDPA),
     "gemma2": ("Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, **WINDOW}, Eager),
     "gemma2 untied, one cap": (
         "Gemma2",

@@ -45,7 +45,11 @@ class Image(_Vision):
 
     api = (1, 0)
     facts: ClassVar[Mapping[str, Any]] = {
-        "hf.architectures": ("LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+        "hf.architectures": (
+            "LlavaForConditionalGeneration",
+            "PaliGemmaForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+        )
     }
     requires = ("fusion",)
     _name = "image"
@@ -69,16 +73,17 @@ class Image(_Vision):
 
     @hookimpl
     def import_hf_around(self, config: Mapping[str, Any], beside: Mapping[str, Any]) -> HFAround | None:
-        from ._vision import llava, qwen_vl
+        from ._vision import llava, paligemma, qwen_vl
 
-        return llava.read(config, beside) or qwen_vl.read(config, beside)
+        return llava.read(config, beside) or paligemma.read(config, beside) or qwen_vl.read(config, beside)
 
     @hookimpl
     def export_hf_around(self, layout: HFModel, job: Job) -> HFModel:
-        from ._vision import llava, qwen_vl
+        from ._vision import llava, paligemma, qwen_vl
         from ._vision.modality import Pictures
 
-        write = qwen_vl.write if self.config.positions == "rotary" else llava.write
+        write = paligemma.write if paligemma.is_its(layout) else llava.write
+        write = qwen_vl.write if self.config.positions == "rotary" else write
         return write(self.config, Pictures(self.config), layout, job)
 
 

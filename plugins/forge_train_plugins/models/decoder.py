@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from forge_train import ConfigError, Ge, Gt, Le, Lt, Plugin, PrepareStep, Problem, hookimpl, section
 from forge_train_kit import hookspecs
 from forge_train_kit.capabilities import KernelCapabilities
+from forge_train_kit.enabled_modalities import enabled_modalities
 from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel
 
@@ -73,6 +74,7 @@ class Decoder(Plugin):
             "Olmo3ForCausalLM",
             "SmolLM3ForCausalLM",
             "GraniteForCausalLM",
+            "GemmaForCausalLM",
             "Gemma2ForCausalLM",
             "Gemma3ForCausalLM",
             "Phi3ForCausalLM",
@@ -252,6 +254,11 @@ class Decoder(Plugin):
         from ._decoder import heads, own_head
         from ._decoder.huggingface import write
 
+        if self.config.prefix and not enabled_modalities(job):
+            raise ConfigError(
+                "decoder.prefix: transformers has models whose prefixes see all of themselves with images only; "
+                "without any, this one would be read as another model."
+            )
         with torch.device("meta"):
             model: Any = self.build_model(job)
         model.fusion = None  # described by whoever reads items (export_hf_around)

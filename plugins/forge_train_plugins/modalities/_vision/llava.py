@@ -103,7 +103,7 @@ def read(config: Mapping[str, Any], beside: Mapping[str, Any]) -> HFAround | Non
         raise ConfigError(f"text_config: model_type: expected one of {', '.join(TEXTS)}, found {named!r}.")
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
     options = {**tower.sections["image"], **read_processor(beside, tower.sections["image"]), "connector": "mlp"}
-    others = [families.read(vision, f"{prefix}.", layer) for prefix in _prefixes()]
+    leftovers = leftovers_of(vision, layer)
     return HFAround(
         config={
             **MISSING[named],
@@ -116,7 +116,7 @@ def read(config: Mapping[str, Any], beside: Mapping[str, Any]) -> HFAround | Non
         model=HFModel(
             map=tower.map | PROJECTOR,
             sections={"image": options},
-            leftovers=tuple(dict.fromkeys(one for other in others for one in other.leftovers)),
+            leftovers=leftovers,
             others=OLDER,
         ),
     )
@@ -152,7 +152,7 @@ def write(config: VisionSection, modality: Modality, layout: HFModel, job: Job) 
         "first_norm": config.first_norm,
     }
     tower |= {"patch": config.patch, "final_norm": False}
-    token, special = _tokens(modality, job)
+    token, special = tokens_of(modality, job, "LLaVA")
     text = {**layout.config, **special}
     return replace(
         layout,
@@ -172,7 +172,7 @@ def write(config: VisionSection, modality: Modality, layout: HFModel, job: Job) 
     )
 
 
-def _tokens(modality: Modality, job: Job) -> tuple[int, dict[str, Any]]:
+def tokens_of(modality: Modality, job: Job, name: str) -> tuple[int, dict[str, Any]]:
     """Return the token that stands at the positions of an image, and the language model's own special tokens.
 
     Raises:
@@ -182,12 +182,14 @@ def _tokens(modality: Modality, job: Job) -> tuple[int, dict[str, Any]]:
     found = None if tokenizer is None else token_of(tokenizer, modality.placeholder)
     if tokenizer is None or found is None:
         raise ConfigError(
-            f"LLaVA in Hugging Face layout needs a token for {modality.placeholder}, which this run's tokenizer lacks."
+            f"{name} in Hugging Face layout needs a token for {modality.placeholder}, which this run's tokenizer lacks."
         )
     begin = tokenizer.begin[0] if len(tokenizer.begin) == 1 else None
     return found, {"bos_token_id": begin, "eos_token_id": tokenizer.end, "pad_token_id": None}
 
 
-def _prefixes() -> tuple[str, ...]:
+def leftovers_of(vision: Mapping[str, Any], layer: int | None) -> tuple[str, ...]:
+    """Patterns of tensors of a vision model that are not needed, under any of its names."""
     towers = ("vision_tower", "vision_tower.vision_model")
-    return (*towers, *(f"model.{one}" for one in towers))
+    others = [families.read(vision, f"{one}.", layer) for tower in towers for one in (tower, f"model.{tower}")]
+    return tuple(dict.fromkeys(one for other in others for one in other.leftovers))

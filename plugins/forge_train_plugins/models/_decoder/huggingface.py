@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 LEFTOVERS = (r"(.*\.)?rotary_emb\.inv_freq",)
 """Tensors that older versions of transformers stored although the configuration determines them."""
+BIDIRECTIONAL = "use_bidirectional_attention"
+"""The key of `config.json` of a model that is no causal one. Here it may be `prefix`, for a language model that is a
+part of another (`HFAround`), with `decoder.prefix`."""
 AHEAD = "num_nextn_predict_layers"
 """The key of `config.json` for the number of layers in a tail."""
 
@@ -44,8 +47,10 @@ def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
     family = next((FAMILIES[one] for one in architectures if one in FAMILIES), None)
     if family is None:
         return None
-    plain_table, expanded = taken_out(table)
+    prefix = table.get(BIDIRECTIONAL) == "prefix"
+    plain_table, expanded = taken_out({**table, BIDIRECTIONAL: None} if prefix else table)
     sections = family.read(plain_table)
+    sections["decoder"] |= {"prefix": True} if prefix else {}
     sections["decoder"]["architecture"] = family.architecture
     config = _made(sections["decoder"], plain)
     ahead = plain_table.get(AHEAD) or 0
@@ -69,7 +74,8 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: M
         ConfigError: listing what the family, or each family, can't express.
     """
     activations = {str(module.activation) for module in model.modules() if hasattr(module, "activation")}
-    config = _resolved(replace(config, vocabulary=vocabulary))
+    more = {BIDIRECTIONAL: "prefix"} if config.prefix else {}
+    config = _resolved(replace(config, vocabulary=vocabulary, prefix=False))
     tail: Any = getattr(model, "tail", None)
     ahead = 0 if tail is None else len(tail.units)
     differing: dict[str, list[str]] = {}
@@ -87,7 +93,7 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: M
                 left_out = (r"tail\..*",) if ahead and not family.ahead else ()
                 wrong = list(_without_place(layout, model, left_out))
             if not wrong:
-                found |= {AHEAD: ahead} if family.ahead else {}
+                found |= {AHEAD: ahead, **more} if family.ahead else more
                 return HFModel(map=layout, config=found, left_out=left_out, exact=family.exact)
             differing[family.architecture] = wrong
     lines = "\n".join(f"  {name}: {'; '.join(wrong)}" for name, wrong in sorted(differing.items(), key=_fewest))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .deepseek import DEEPSEEK2, DEEPSEEK3
 from .family import Family
-from .gemma import GEMMA2, GEMMA3
+from .gemma import GEMMA, GEMMA2, GEMMA3
 from .gpt2 import GPT2
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
@@ -27,6 +27,7 @@ FAMILIES: dict[str, Family] = {
         OLMO3,
         SMOLLM3,
         GRANITE,
+        GEMMA,
         GEMMA2,
         GEMMA3,
         MIXTRAL,

@@ -1,10 +1,10 @@
-"""Gemma 2 (arXiv:2408.00118), and the text models of Gemma 3 (arXiv:2503.19786)."""
+"""Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118), and the text models of Gemma 3 (arXiv:2503.19786)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .family import ATTENTION_BIAS, BLOCK, Family, Key, soft_cap
+from .family import ACTIVATIONS, ATTENTION_BIAS, BLOCK, Family, Key, soft_cap
 from .positions import Rotation, Windows
 from .reader import Reader
 
@@ -17,14 +17,14 @@ def _every_sixth_not(config: Reader, layers: int) -> tuple[bool, ...]:
     return tuple((index + 1) % period != 0 for index in range(layers))
 
 
-OPTIONS: dict[str, Any] = {
-    "norm_at": "both",
+SHARED: dict[str, Any] = {
     "unit_offset": True,
     "embedding_multiplier": lambda decoder: float(decoder["dim"] ** 0.5),
 }
+OPTIONS: dict[str, Any] = {"norm_at": "both", **SHARED}
+FIRST_KEYS = {**ATTENTION_BIAS, "tie_word_embeddings": Key(("tied",), bool, True)}
 KEYS = {
-    **ATTENTION_BIAS,
-    "tie_word_embeddings": Key(("tied",), bool, True),
+    **FIRST_KEYS,
     "query_pre_attn_scalar": Key(
         ("scale",),
         int,
@@ -41,6 +41,18 @@ NAMES = {
     "feed_forward_post_norm": "post_feedforward_layernorm",
 }
 
+GEMMA = Family(
+    "GemmaForCausalLM",
+    "gemma",
+    options=SHARED,
+    keys=FIRST_KEYS,
+    kv_heads=16,
+    head_dim=256,
+    act="gelu_pytorch_tanh",
+    # the first folders say gelu, and mean its approximation; transformers takes it in any case
+    activations={"gelu": "geglu_tanh", **{name: ours for name, ours in ACTIVATIONS.items() if name != "gelu"}},
+    ignored=("hidden_activation",),
+)
 GEMMA2 = Family(
     "Gemma2ForCausalLM",
     "gemma2",
