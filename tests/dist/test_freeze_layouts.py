@@ -25,6 +25,17 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
         ("pp",),
         {"parallel.pp": 2, "freeze.but": [], "train.micro_batch": 1},
     ),
+    "pp2, tied, by the name of the copy": (
+        2,
+        ("pp",),
+        {
+            "parallel.pp": 2,
+            "train.micro_batch": 1,
+            "decoder.tied": True,
+            "freeze.parameters": ["head.*"],
+            "freeze.but": [],
+        },
+    ),
 }
 
 
@@ -33,7 +44,7 @@ def test_a_layout_agrees_with_one_process(layout: str, verify: Verifier, composi
     world, plugins, settings = LAYOUTS[layout]
     settings = BATCH | FREEZE | settings
     request = compositions._request(composition_file, (*plugins, "freeze"), settings)
-    own = {key: value for key, value in settings.items() if key.startswith(("freeze.", "train.global"))}
+    own = {key: value for key, value in settings.items() if key.startswith(("freeze.", "train.global", "decoder."))}
     reference = compositions._request(composition_file, ("freeze",), {**own, "train.micro_batch": 4})
     verdict = verify(request, world, steps=2, reference=reference)
     assert verdict.agree, verdict

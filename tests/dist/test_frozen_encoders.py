@@ -10,7 +10,7 @@ import pytest
 import compositions
 import items_data
 from crossed import few
-from forge_train_tools.testing import Verifier
+from forge_train_tools.testing import Pool, Verifier
 
 pytestmark = [pytest.mark.dist]
 
@@ -88,3 +88,15 @@ def test_agrees_with_one_process(
     reference = compositions._request(file, own, model)
     verdict = verify(request, 2, steps=3, reference=reference)
     assert verdict.agree, "\n".join(map(str, (*verdict.checks, *verdict.advice)))
+
+
+def test_copies_of_a_frozen_encoder_in_a_pipeline_are_frozen_too(ranks: Pool, tmp_path: Path) -> None:
+    """Cross attention has one in each part; it has no gradients until the encoder thaws."""
+    plugins = ["scans:Scans", "cross_attention", "freeze", "pp"]
+    thaw = [{"match": "*.encoders.scan.*", "steps": 1}]
+    config = {"parallel.pp": 2, "train.micro_batch": 1, "freeze.thaw": thaw, **FUSIONS["cross_attention"], **FROZEN}
+    stages = ranks.run("frozen_cases:trained", 2, folder=str(tmp_path), plugins=plugins, config=config, steps=2)
+    for frozen, thawed in stages:
+        encoders = [name for name in thawed if ".encoders.scan." in name]
+        assert [name for name in encoders if name in frozen] == [one for one in encoders if "connector" in one]
+        assert len(encoders) > 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +53,12 @@ class Names:
         thawing = 0
         frozen = []
         for parameter, own in names.items():
-            self._all.append(own)
-            if not _matches(own, self.config.parameters) or _matches(own, self.config.but):
+            every = [*own, *_elsewhere(part, own)]
+            self._all.append(every)
+            if not _matches(every, self.config.parameters) or _matches(every, self.config.but):
                 continue
             frozen.append(own[0])
-            self._frozen[own[0]] = entry = self._entry(own)
+            self._frozen[own[0]] = entry = self._entry(every)
             thawing += entry >= 0
             if entry < 0:
                 parameter.requires_grad_(False)
@@ -76,14 +77,9 @@ class Names:
             ConfigError: as `_check` does.
         """
         parameters = dict(model.named_parameters())
-        copies = [own for own in self._all if own[0] not in parameters]
-        for part in model.parts if copies else ():
-            # A copy of what another part has receives the gradients that its first name needs.
-            here = dict(part.named_parameters())
-            for name in (names[0] for names in copies if names[0] in here):
-                here[name].requires_grad_(True)
-                self._frozen.pop(name, None)
-        self._all = [own for own in self._all if own[0] in parameters]
+        copies = {own[0] for own in self._all if own[0] not in parameters}
+        follow = {name: self._frozen.pop(name) for name in copies if name in self._frozen}
+        self._all = [own for own in self._all if own[0] not in copies]
         self._held = [[] for _ in self.config.thaw]
         trained = 0
         for own in self._all:
@@ -98,6 +94,12 @@ class Names:
         stages = self.job.dist.gather_stages((self._all, [*self._frozen], sizes))
         self._check([(names, frozen) for names, frozen, _ in stages])
         self._sizes = [sum(of_stage) for of_stage in zip(*(sizes for *_, sizes in stages), strict=True)]
+        for part in model.parts if follow else ():
+            for name, copy in part.named_parameters():
+                if name in follow and not any(_elsewhere(part, [name])):
+                    copy.requires_grad_(True)  # nobody says of what: that may be trained, and needs its gradients
+                elif follow.get(name, -1) >= 0:
+                    self._held[follow[name]].append(copy)
 
     def end(self, step: int) -> None:
         """A step is done.
@@ -177,6 +179,13 @@ class Names:
 
 def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _elsewhere(part: nn.Module, own: Sequence[str]) -> Iterator[str]:
+    """The names that a parameter has in other parts of a pipeline."""
+    owner, _, key = own[0].rpartition(".")
+    tied: Mapping[str, tuple[str, ...]] = getattr(part.get_submodule(owner), "tied_names", {})
+    return (name for name in tied.get(key, ()) if name not in own)
 
 
 def _patterns(names: Iterable[str]) -> list[str]:

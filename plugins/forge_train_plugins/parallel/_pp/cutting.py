@@ -149,7 +149,9 @@ def _cost(part: Any, sequence: int) -> Cost:
 
 def _untie(model: nn.Module, stages: Stages, runs: Sequence[range]) -> tuple[list[Tie], list[str]]:
     """Give tied parameters that come into another part than their first name a tensor of their own: one for each part,
-    with a tie by the first name that it has there, and the names of all."""
+    with a tie by the first name that it has there, and the names of all.
+
+    Their modules declare `tied_names`: attribute → the names of the parameter in all parts."""
     homes = {name: part for part, run in enumerate(runs) for at in run for name in stages[at]}
 
     def home(parameter: str) -> int:
@@ -173,6 +175,10 @@ def _untie(model: nn.Module, stages: Stages, runs: Sequence[range]) -> tuple[lis
                 ties.append(Tie(name, part, first, home(first)))
             module._parameters[attribute] = apart[part]
             copies.append(name)
+        for name in (first, *others) if apart else ():
+            owner, _, attribute = name.rpartition(".")
+            here: Any = model.get_submodule(owner)
+            here.tied_names = {**getattr(here, "tied_names", {}), attribute: (first, *others)}
     return ties, copies
 
 
