@@ -217,12 +217,6 @@ def test_a_placeholder_without_an_item_is_told_for_a_single_prompt_too(trained: 
         open_model(trained).generate("<scan>x")
 
 
-def test_forward_only_jobs_refuse_items_that_they_do_not_read(trained: Path, tmp_path: Path) -> None:
-    items_data.write_records(tmp_path / "in.jsonl", [{"text": "<scan>x", "scans": ["0.npy"]}])
-    ended = forge("infer", trained, "--data", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
-    assert "'scans' is not read: this command reads text alone" in one_message(ended, 2)
-
-
 def test_the_layers_of_encoders_are_none_of_the_models(trained: Path, tmp_path: Path) -> None:
     ended = forge("debug", "look", trained, "--text", "abc", "--out", tmp_path / "look.html")
     assert ended.code == 0, ended.err

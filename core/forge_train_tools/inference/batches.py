@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from forge_train import MASKED, Batch, Job
 from forge_train.contract.batch import TOKENS
+from forge_train_kit.data.items import RowItems, item_axes, padded
 
 from .share import Row, Share
 
@@ -35,12 +36,23 @@ class Batches:
         pad: the id of padding.
         start: number of the first row, a multiple of `size`.
         documents: whether rows say where their padding begins, which tokens that see the future need.
+        no_items: the items of a row without any, by its length, of a model that takes items.
     """
 
     def __init__(
-        self, share: Share, job: Job, size: int, *, longest: int, pad: int, start: int, documents: bool
+        self,
+        share: Share,
+        job: Job,
+        size: int,
+        *,
+        longest: int,
+        pad: int,
+        start: int,
+        documents: bool,
+        no_items: Callable[[int], Mapping[str, RowItems]] | None = None,
     ) -> None:
         self._size, self._longest, self._pad, self._documents = size, longest, pad, documents
+        self._no_items = no_items
         self._rank, self._ranks = job.dist.data_rank, job.dist.data_ranks
         self._rows = share.rows(start)
         self.position = start
@@ -88,5 +100,10 @@ class Batches:
             places = torch.arange(shape[1]).expand(shape)
             sizes = (documents == 0).sum(1, keepdim=True)
             own = {"document_ids": documents, "position_ids": torch.where(documents == 0, places, places - sizes)}
-        batch = Batch(inputs, labels, **own).with_targets({ROW: numbers})
+        items = [] if self._no_items is None else [self._no_items(shape[1])] * self._size
+        for at, one in enumerate(rows):
+            if one.record.items is not None and one.record.items.placed:
+                items[at] = one.record.items.read(shape[1])
+        extras = {name: torch.from_numpy(array) for name, array in padded(items).items()} if items else {}
+        batch = Batch(inputs, labels, extras=extras, axes=item_axes(items), **own).with_targets({ROW: numbers})
         return batch.with_targets({LAST: last, TEXT: text}, TOKENS)

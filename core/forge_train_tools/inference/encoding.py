@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from forge_train.base.errors import ConfigError
 from forge_train_kit.data.encoders import OffsetEncoder
 from forge_train_kit.data.formats import utf8
+from forge_train_kit.data.items import ItemPrompts, PromptItems
 from forge_train_kit.tokenizer import Tokenizer
 
 from .chats import FIELDS, Chats, is_chat
@@ -41,6 +42,8 @@ class Tokens:
     """Number of tokens that were left out on the left."""
     offsets: NDArray[np.int32] | None = None
     """Start and end of each token's characters in the record's text, `[tokens, 2]`, if asked for."""
+    items: PromptItems | None = None
+    """Its items beside text, of a model that takes some."""
 
     @property
     def bytes(self) -> int:
@@ -56,15 +59,18 @@ class Encoder:
     the completion, as in lm-evaluation-harness. A text has the tokenizer's beginning before it, and nothing else. Of a
     chat, the tokens are asked for that training would learn.
 
+    Items beside text, such as images, stand at their placeholders, or before a text without any; what stands at their
+    positions is not asked for.
+
     Args:
-        tokenizer: of the model.
+        tokenizer: of the model; of one that takes items, the one of `items`.
         chats: renders chats.
         field: of the text; empty for `text`, for `prompt` and `completion`, or for a chat's.
         longest: tokens that the model reads at once.
         long: treatment of longer records: refused, cut on their left, or, if texts, read in windows.
         scored: whether the probability of tokens is asked for.
         located: whether the place of tokens in the text is asked for.
-        modalities: those that the model takes beside text.
+        items: makes room for the items of records; None for a model of text alone.
     """
 
     tokenizer: Tokenizer
@@ -74,43 +80,44 @@ class Encoder:
     long: Long
     scored: bool = True
     located: bool = False
-    modalities: tuple[str, ...] = ()
+    items: ItemPrompts | None = None
 
     def __call__(self, number: int, where: str, record: Mapping[str, Any]) -> Tokens:
         """A record as tokens.
 
         Raises:
             ConfigError: it lacks the field, has several that could be meant or no token to ask for, is too long, or has
-                items beside text, which are not read.
+                items that can't be read.
         """
-        for name in (*self.modalities, *(f"{one}s" for one in self.modalities)):
-            if record.get(name) and name != self.field:
-                raise ConfigError(f"{where}: {name!r} is not read: this command reads text alone.")
         fields = {  # tables have every column; in CSV, an empty text is no list
             name: one for name, one in record.items() if one is not None and (one != "" or name not in FIELDS)
         }
         if not self.field:
             _check_one(fields, where)
         name = self.field or (TEXT if PROMPT not in fields else "")
+        entries = {} if self.items is None else self.items.fields.entries(record, where)
         if not self.field and is_chat(fields):
+            if any(entries.values()):
+                raise ConfigError(f"{where}: is a chat with items beside text; of these, texts and prompts are read.")
             name, (text, ids, asked) = "", self.chats.encoded(record, where, scored=self.scored)
             begin: Sequence[int] = ()
         else:
-            text, begin, ids, asked = self._text(fields, name, where)
-        if len(ids) < 1 + self.scored or (self.scored and not asked):
-            raise ConfigError(f"{where}: has no token that could be asked for; leave it out.")
+            text, begin, ids, asked = self._text(fields, name, where, entries)
         offsets = self._offsets(text, len(begin), len(ids)) if self.located else None
         found = Tokens(number, record.get(ID), np.asarray(ids, np.int32), asked, 0, offsets)
+        found = found if self.items is None else _placed(found, self.items, entries, where)
+        if len(found.ids) < 1 + self.scored or (self.scored and not found.asked):
+            raise ConfigError(f"{where}: has no token that could be asked for; leave it out.")
         return self._fitted(found, where, text=bool(name), chat=not name and COMPLETION not in fields)
 
     def _text(
-        self, record: Mapping[str, Any], name: str, where: str
+        self, record: Mapping[str, Any], name: str, where: str, entries: Mapping[str, list[Any]]
     ) -> tuple[str, list[int], list[int], tuple[Span, ...]]:
         """Text, tokens before it, all tokens, and which are asked for."""
         if name:
-            before, text = "", _string(record, name, where)
+            before, text = "", self._shown(_string(record, name, where), entries)
         else:
-            before, text = _string(record, PROMPT, where), _string(record, COMPLETION, where)
+            before, text = self._shown(_string(record, PROMPT, where), entries), _string(record, COMPLETION, where)
             kept = before.rstrip()
             before, text = kept, before[len(kept) :] + text
         whole, begin = self.tokenizer.encode(before + text), list(self.tokenizer.begin)
@@ -122,11 +129,22 @@ class Encoder:
         ids, given = [*begin, *whole], max(len(begin) + given, 1)  # nothing precedes the very first token
         return before + text, begin, ids, ((given, len(ids)),) if given < len(ids) else ()
 
+    def _shown(self, text: str, entries: Mapping[str, list[Any]]) -> str:
+        """A text with placeholders for its items."""
+        return text if self.items is None else self.items.with_placeholders(text, entries)
+
     def _fitted(self, one: Tokens, where: str, *, text: bool, chat: bool) -> Tokens:
         """A record that the model reads at once, or in windows."""
         size = len(one.ids)
         cut = size - self.longest
-        if cut <= 0 or (self.long == "windows" and text):
+        if cut <= 0:
+            return one
+        if one.items is not None and one.items.placed:
+            raise ConfigError(
+                f"{where}: has {size:,} tokens with its items, and the model reads {self.longest:,} at once. Records "
+                "with items are not cut; shorten it."
+            )
+        if self.long == "windows" and text:
             return one
         if self.long != "left":
             if self.long == "windows":
@@ -152,6 +170,20 @@ class Encoder:
             return None
         found = [(0, 0)] * before + list(self.tokenizer.encode_with_offsets(text)[1])
         return np.asarray(found + [(len(text), len(text))] * (size - len(found)), np.int32).reshape(-1, 2)
+
+
+def _placed(one: Tokens, prompts: ItemPrompts, entries: Mapping[str, list[Any]], where: str) -> Tokens:
+    """A record with room for its items at their marks."""
+    ids, items = prompts.place(one.ids.tolist(), entries, where, "/")
+    sizes, asked = np.ones(len(one.ids), np.int64), np.zeros(len(one.ids) + 2, np.int8)
+    for start, stop in one.asked:
+        asked[start + 1 : stop + 1] = 1
+    marks = np.flatnonzero(one.ids >= prompts.tokenizer.vocabulary)
+    sizes[marks], asked[marks + 1] = [noted.length for _, noted, _ in items.placed], 0
+    borders = np.flatnonzero(np.diff(np.repeat(asked, [1, *sizes, 1])))
+    spans = tuple(zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True))
+    offsets = None if one.offsets is None else np.repeat(one.offsets, sizes, axis=0)
+    return Tokens(one.number, one.id, np.asarray(ids, np.int32), spans, 0, offsets, items)
 
 
 def _check_one(record: Mapping[str, Any], where: str) -> None:

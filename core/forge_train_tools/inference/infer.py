@@ -16,7 +16,7 @@ from forge_train.plugin.job import Job
 from forge_train.step.forward import Forward
 from forge_train_kit import hookspecs
 from forge_train_kit.contract import Evaluator
-from forge_train_kit.enabled_modalities import enabled_modalities
+from forge_train_kit.data.items import prompts_of
 from forge_train_kit.evaluators import measure
 from forge_train_kit.starting import load_extra
 
@@ -83,7 +83,8 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
         forward = Forward(job, compose(job).model)
         chosen, form = choose(job, forward.task, forward.model, asked.outputs), form_of(asked.out)
         _check(chosen, form, asked)
-        encode, records = _encoder(asked, chosen, forward.model, job, source), Records(asked.data)
+        encode = _encoder(asked, chosen, forward.model, job, source)
+        records = Records(asked.data, items=() if encode.items is None else tuple(encode.items.fields.modalities))
         made_of = {
             "model": weights_of(source, job.dist),
             "configuration of the model": values_of(job),
@@ -135,16 +136,16 @@ def _encoder(asked: Inference, chosen: Chosen, model: Model, job: Job, source: S
     longest = min((int(getattr(part, "max_sequence", _UNLIMITED)) for part in model.parts), default=_UNLIMITED)
     located = PER_TOKEN in chosen.names
     scored = located or LOG_LIKELIHOOD in chosen.names
-    tokenizer, chats = hookspecs.tokenizer(job), Chats(job, source.path, asked.template)
+    items, chats = prompts_of(job), Chats(job, source.path, asked.template)
     return Encoder(
-        tokenizer,
+        hookspecs.tokenizer(job) if items is None else items.tokenizer,
         chats,
         asked.field,
         longest,
         asked.long,
         scored=scored,
         located=located,
-        modalities=tuple(enabled_modalities(job)),
+        items=items,
     )
 
 
@@ -156,7 +157,10 @@ def _computed(
     start = share.first_row(done) // size * size
     of_tokens = job.hooks.gives("head") == "token_logits"
     pad = encode.tokenizer.end or 0
-    batches = Batches(share, job, size, longest=encode.longest, pad=pad, start=start, documents=not of_tokens)
+    none = None if encode.items is None else encode.items.none
+    batches = Batches(
+        share, job, size, longest=encode.longest, pad=pad, start=start, documents=not of_tokens, no_items=none
+    )
     collector, lines = Collector(job, chosen), Lines(job, share, chosen.names, form)
     evaluator = Evaluator("infer", lambda: batches, collector.measure, {})
     chunk = max(CHUNK // len(chosen.names), 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from forge_train_kit.data.files import File, find
 from forge_train_kit.data.formats import END, Part, lookup
+from forge_train_kit.data.items import in_folder
 
 KEY = "--data"
 _BLOCK = 1 << 20
@@ -26,10 +27,12 @@ class Records:
     Args:
         sources: files, folders, patterns or addresses.
         key: the option that names them, for messages.
+        items: modalities whose items get paths that do not depend on their record's file.
     """
 
     sources: Sequence[str]
     key: str = KEY
+    items: Sequence[str] = ()
 
     @property
     def files(self) -> list[File]:
@@ -57,7 +60,10 @@ class Records:
         Raises:
             ConfigError: naming the file and the place of what can't be read.
         """
-        return ((number, where, record) for number, where, record, _ in self.with_folders(start))
+        fields = [field for name in self.items for field in (name, f"{name}s")]
+        for number, where, record, folder in self.with_folders(start):
+            found = {field: in_folder(record[field], folder) for field in fields if field in record}
+            yield number, where, {**record, **found} if found else record
 
     def with_folders(self, start: int = 0) -> Iterator[tuple[int, str, Mapping[str, Any], str]]:
         """Yield the same, each with the folder of its file."""

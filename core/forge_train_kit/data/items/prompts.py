@@ -97,6 +97,10 @@ class ItemPrompts:
             placed.append((ItemSource(path, where, *span), one, one.start))
         return woven.tokens[0].tolist(), PromptItems(self.fields, tuple(placed))
 
+    def none(self, length: int) -> dict[str, RowItems]:
+        """The items of a text of so many tokens that has none."""
+        return gathered(self.fields, (), length)
+
     def last(self, text: str, entries: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """The last items, as many as a text has placeholders: those of a chat without its oldest turns."""
         counts = {name: text.count(one.placeholder) for name, one in self.fields.modalities.items()}
