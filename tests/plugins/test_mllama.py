@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import fakes
 from forge_train import ConfigError
@@ -260,6 +262,19 @@ def test_tiles_are_those_of_transformers(size: tuple[int, int], tmp_path: Path) 
     assert encoder._kinds(torch.tensor([[item.grid, (0, 0, 0)]])).tolist() == [[kind, 0]]
 
 
+def test_operations_are_those_that_torch_counts() -> None:
+    options = {"size": 8, "patch": 4, "dim": 16, "heads": 2, "layers": 2, "outputs": (1,)}
+    modality = TiledPictures(ImageTiles.Config(**options))
+    example = modality.example()
+    assert (example.grid, example.values.shape) == ((1, 2, 8), (16, 48))
+    assert modality.smallest() == (1, 2, 2)
+    encoder: Any = fakes.initialised(modality.encoder(24))
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        vectors = encoder(torch.from_numpy(example.values)[None], torch.tensor([[example.grid]]))
+    assert vectors.shape[1] == modality.positions(example.grid) == encoder.vectors(torch.tensor([example.grid])).item()
+    assert encoder.flops(16) == counted.get_total_flops()
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -291,6 +306,23 @@ def test_what_a_description_leaves_out_is_as_in_transformers() -> None:
     inner = fakes.make(Decoder).import_hf(found.config)
     assert inner is not None
     assert (inner.sections["decoder"]["layers"], inner.sections["decoder"]["placeholders"]) == (32, 8)
+
+
+def test_every_tensor_of_llama_3_2_11b_vision_has_its_place() -> None:
+    with torch.device("meta"):
+        config = transformers.MllamaConfig(vision_config={"image_size": 560})
+        published = transformers.MllamaForConditionalGeneration(config)
+    found = read({**config.to_dict(), "architectures": ["MllamaForConditionalGeneration"]}, {})
+    assert found is not None
+    inner = fakes.make(Decoder).import_hf(found.config)
+    assert inner is not None
+    whole = found.whole(inner)
+    described = {name: (tuple(one.shape), one.dtype) for name, one in published.named_parameters()}
+    fitting = max((whole.map, *whole.others), key=lambda one: len(one.trace(described).taken))
+    step = fitting.trace(described)
+    assert not step.left
+    assert not step.wrong
+    assert sum(one.numel() for one in published.parameters()) == 10_670_220_835
 
 
 @pytest.mark.parametrize(

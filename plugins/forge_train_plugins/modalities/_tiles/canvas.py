@@ -13,7 +13,7 @@ def arrangements(tiles: int) -> list[tuple[int, int]]:
 
 def arranged(width: int, height: int, size: int, tiles: int) -> tuple[int, int]:
     """Rows and columns of tiles for an image: those that enlarge it least, or else shrink it least; of equals, the
-    first with the fewest tiles.
+    first, which has the fewest.
 
     Args:
         width: of the image, in pixels.
@@ -24,7 +24,7 @@ def arranged(width: int, height: int, size: int, tiles: int) -> tuple[int, int]:
     scales = {one: min(one[0] * size / height, one[1] * size / width) for one in arrangements(tiles)}
     larger = [scale for scale in scales.values() if scale >= 1]
     wanted = min(larger) if larger else max(scales.values())
-    return min((one for one, scale in scales.items() if scale == wanted), key=lambda one: one[0] * one[1])
+    return next(one for one, scale in scales.items() if scale == wanted)
 
 
 def placed(width: int, height: int, size: int, arrangement: tuple[int, int]) -> tuple[int, int]:

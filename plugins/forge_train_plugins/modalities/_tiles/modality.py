@@ -52,6 +52,15 @@ class TiledPictures:
         tiles = canvas.reshape(rows, one.size, columns, one.size, 3).swapaxes(1, 2)
         return Item(cut(tiles.reshape(-1, one.size, one.size, 3), one.patch, 1), self._grid(rows, columns))
 
+    def smallest(self) -> Grid:
+        return self._grid(1, 1)
+
+    def example(self) -> Item:
+        import numpy as np
+
+        grid = self._grid(1, self.config.tiles)
+        return Item(np.zeros((grid[1] * grid[2], self.features), np.uint8), grid)
+
     def positions(self, grid: Grid) -> int:
         patches = grid[0] * grid[1] * grid[2]
         return patches + patches // self.side**2

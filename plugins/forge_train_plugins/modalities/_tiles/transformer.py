@@ -65,7 +65,8 @@ class TileTransformer(nn.Module):
         kept = {}
         for index, layer in enumerate(self.layers.values()):
             x = layer(x, seen)
-            kept[index] = x
+            if index in self.outputs:
+                kept[index] = x
         x = self.second_tiles(self.second_norm(x).view(shape), kinds).view(x.shape)
         for layer in self.global_layers.values():
             x = layer(x, seen)
