@@ -36,6 +36,13 @@ class NotFinite(scans.ScanEncoder):
         return super().forward(values, grids) / grids.prod(-1).sum(-1)[:, None, None].float()
 
 
+class Doubled(scans.Scan):
+    """Says that its vectors lie in two frames."""
+
+    def spread(self, grid: Any) -> Any:
+        return (2, *grid[1:])
+
+
 class TwoEach(scans.Scan):
     """Says that an item takes two positions more than it does."""
 
@@ -75,6 +82,7 @@ def test_a_sound_modality_passes(tmp_path: Path) -> None:
         (Odd(Together), "an item beside others, and alone"),
         (Odd(NotFinite), "not finite"),
         (TwoEach(), "and positions() says"),
+        (Doubled(), "and spread() says (2, 1, "),
     ],
 )
 def test_a_fault_is_named(modality: Modality, words: str, tmp_path: Path) -> None:

@@ -50,9 +50,15 @@ def _apart(modality: Modality, dim: int, values: Tensor, grids: Tensor) -> int:
                 if not any(size):
                     continue
                 patches = size[0] * size[1] * size[2]
-                expected = modality.positions((size[0], size[1], size[2]))
+                grid = (size[0], size[1], size[2])
+                expected = modality.positions(grid)
                 require(
                     count == expected, f"gives {count} vectors for a grid of {size}, and positions() says {expected}"
+                )
+                sides = modality.spread(grid) if hasattr(modality, "spread") else None
+                require(
+                    sides is None or sides[0] * sides[1] * sides[2] == count,
+                    f"gives {count} vectors for a grid of {size}, and spread() says {sides}",
                 )
                 alone = encoder(own[None, patch : patch + patches], torch.tensor([[size]]))[0, :count]
                 close(together[row, vector : vector + count], alone, "an item beside others, and alone", 1e-5)
