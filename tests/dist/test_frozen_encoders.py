@@ -43,13 +43,11 @@ CASES = [
 ]
 IN_CI = [
     ("frozen", "prefix", "packed"),
-    ("frozen", "cross_attention", "pp2"),
     ("frozen", "mot", "tp2"),
     ("frozen", "moma", "ep2"),
     ("thawed", "prefix", "fsdp2"),
     ("thawed", "cross_attention", "cp2"),
     ("thawed", "mot", "pp2"),
-    ("thawed", "moma", "tp2"),
 ]
 
 
