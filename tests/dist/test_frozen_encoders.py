@@ -47,8 +47,8 @@ IN_CI = [
     ("frozen", "moma", "ep2"),
     ("thawed", "prefix", "fsdp2"),
     ("thawed", "cross_attention", "cp2"),
-    ("thawed", "mot", "pp2"),
 ]
+"""Pipelines: the test below, and tests/dist/test_image_once_layouts.py."""
 
 
 def packed(folder: Path) -> Path:

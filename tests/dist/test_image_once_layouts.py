@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "bf16, fsdp2": (2, ("fsdp2",), {"train.precision": "bf16"}),
 }
 CASES = [(setting, layout) for setting in SETTINGS for layout in LAYOUTS]
-IN_CI = [("thawed", "fsdp2"), ("one size", "tp2")]
+IN_CI = [("thawed", "fsdp2")]
 
 
 @pytest.mark.parametrize(("setting", "layout"), few(CASES, IN_CI))
