@@ -24,7 +24,7 @@ def tensor(number: int, size: int = 64) -> Tensor:
 
 
 def files(folder: Path) -> list[Path]:
-    return [one for one in folder.rglob("*") if one.is_file() and one.name != "size"]
+    return [one for one in folder.rglob("*") if one.is_file() and one.name != ".kept-tensors"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -73,19 +73,35 @@ def test_it_takes_no_more_bytes_than_it_may(tmp_path: Path) -> None:
 def test_what_was_opened_least_recently_makes_room(tmp_path: Path) -> None:
     for age, name in enumerate(("oldest", "older"), -20):
         KeptTensors(tmp_path, name, 1400).put("ab", tensor(1))
-        os.utime(tmp_path / name, (age + 1e9, age + 1e9))
+        os.utime(tmp_path / f"{name}.tensors", (age + 1e9, age + 1e9))
     kept = KeptTensors(tmp_path, "mine", 1400)
     for number in range(2):
         kept.put(f"{number:02}", tensor(number))
-    assert {one.parent.parent.name for one in files(tmp_path)} == {"older", "mine"}
+    assert {one.parent.parent.stem for one in files(tmp_path)} == {"older", "mine"}
     assert not kept.full
+
+
+def test_nothing_else_in_a_folder_is_removed(tmp_path: Path) -> None:
+    """Somebody may choose any folder."""
+    for file in (tmp_path / "photos" / "a.jpg", tmp_path / "size", tmp_path / "photos" / "old.part"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"x" * 5000)
+        os.utime(file, (1e9, 1e9))
+    kept = KeptTensors(tmp_path, "one", 1000)
+    for number in range(9):
+        kept.put(f"{number:02}", tensor(number))
+    assert kept.full
+    assert kept.get("00") is not None
+    others = [file for file in files(tmp_path) if "one.tensors" not in file.parts]
+    assert {file.read_bytes() for file in others} == {b"x" * 5000}
+    assert len(others) == 3
 
 
 def test_bytes_that_a_killed_process_took_come_back(tmp_path: Path) -> None:
     """It counted a file that it did not write, and left a part of another."""
     KeptTensors(tmp_path, "one", 1000).put("ab", tensor(1))
-    (tmp_path / "size").write_text("999")
-    part = tmp_path / "one" / "ab" / ".cd.safetensors.1.part"
+    (tmp_path / ".kept-tensors").write_text("999")
+    part = tmp_path / "one.tensors" / "ab" / ".cd.safetensors.1.part"
     part.write_bytes(b"x" * 900)
     os.utime(part, (1e9, 1e9))
     kept = KeptTensors(tmp_path, "one", 1000)

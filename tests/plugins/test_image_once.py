@@ -123,10 +123,13 @@ def test_what_thaws_is_trained_from_then_on(tmp_path: Path, encoded: list[int]) 
     one(*given)
     one(*given)
     assert encoded == [1, 1, 1]
+    known = one.flops(16)
     one.vision.requires_grad_(True)
     for each in (one, plain):
         each(*given).sum().backward()
     assert encoded[3:] == [3, 3]
+    assert known == one.connector.flops(16)
+    assert one.flops(16) == plain.flops(16) > known
     for mine, other in zip(one.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None
         assert torch.equal(mine.grad, other.grad)

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SIZE = "size"
+_SIZE = ".kept-tensors"
 """A file with the bytes that a folder's collections take; it is the lock of those who write."""
+_SUFFIX = ".tensors"
+"""Of the folder of a collection: nothing else is looked at or removed, whatever folder somebody has chosen."""
 _STALE = 3600.0
 """Seconds after which nobody is writing a file any more."""
 
@@ -35,7 +37,7 @@ class KeptTensors:
     """
 
     def __init__(self, folder: Path, name: str, most: int) -> None:
-        self._folder, self._own, self._most = folder, folder / name, most
+        self._folder, self._own, self._most = folder, folder / f"{name}{_SUFFIX}", most
         self.full = False
         """True once something was not kept for lack of room."""
         with contextlib.suppress(OSError):
@@ -63,10 +65,10 @@ class KeptTensors:
         content = save({"": tensor}, metadata={"crc32": _checksum(tensor)})
         path = self._path(key)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._counted() as counted:
             path.parent.mkdir(parents=True, exist_ok=True)
             before = path.stat().st_size if path.exists() else 0
-            if not self._reserve(len(content) - before):
+            if not self._reserve(len(content) - before, counted):
                 return
             try:
                 part.write_bytes(content)
@@ -77,20 +79,18 @@ class KeptTensors:
     def _path(self, key: str) -> Path:
         return self._own / key[:2] / f"{key}.safetensors"
 
-    def _reserve(self, size: int) -> bool:
+    def _reserve(self, size: int, counted: _Counted) -> bool:
         """Count bytes that are about to be written; False if there is no room for them."""
-        with self._counted() as counted:
-            taken = counted.read()
-            if taken + size > self._most:
-                taken = self._swept(size)
-            self.full = taken + size > self._most
-            counted.write(taken if self.full else taken + size)
-            return not self.full
+        taken = counted.read()
+        if taken + size > self._most:
+            taken = self._swept(size)
+        self.full = taken + size > self._most
+        counted.write(taken if self.full else taken + size)
+        return not self.full
 
     def _swept(self, size: int) -> int:
-        """Remove other collections until there is room; the bytes that are left. What others are writing counts once
-        it is there."""
-        sizes = {one: _size(one) for one in self._folder.iterdir() if one.is_dir()}
+        """Remove other collections until there is room; the bytes that are left."""
+        sizes = {one: _size(one) for one in self._folder.glob(f"*{_SUFFIX}")}
         others = sorted((one for one in sizes if one != self._own), key=lambda one: one.stat().st_mtime)
         for one in others:
             if sum(sizes.values()) + size <= self._most:
@@ -101,6 +101,8 @@ class KeptTensors:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[_Counted]:
+        """The bytes that are taken. One process at a time has them, as long as it writes."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / _SIZE).open("a+", encoding="ascii") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield _Counted(file.fileno())

@@ -44,8 +44,8 @@ class VisionEncoder(nn.Module):
         """`[batch, patches, features]` and `[batch, items, 3]` to `[batch, vectors, dim]`."""
         # At least one block, so that all parameters have gradients where no row has an item.
         values = _padded(values, self.temporal * (self.side**2 or self.merge**2))
-        kept = self.once is not None and self.once.applies()
-        features = self.once.features(values, grids) if kept else self.encoded(values, grids, self.vision)
+        known = self._is_known()
+        features = self.once.features(values, grids) if known else self.encoded(values, grids, self.vision)
         means = torch.cat((grids[..., :1] // self.temporal, grids[..., 1:]), -1)
         vectors: Tensor = self.connector(features, partial(places, means, features.shape[1], self.merge))
         return vectors
@@ -85,9 +85,12 @@ class VisionEncoder(nn.Module):
         return tuple(f"vision.layers.{index}" for index in self.vision.layers)
 
     def flops(self, patches: int) -> int:
-        """Operations of a forward pass over an item of so many patches."""
-        frame = self.side**2 or patches
-        return self.vision.flops(patches, frame) + self.connector.flops(patches // self.temporal)
+        """Operations of a forward pass over an item of so many patches, whose features may be there already."""
+        vision = 0 if self._is_known() else self.vision.flops(patches, self.side**2 or patches)
+        return vision + self.connector.flops(patches // self.temporal)
+
+    def _is_known(self) -> bool:
+        return self.once is not None and bool(self.once.applies())
 
 
 def _padded(values: Tensor, unit: int) -> Tensor:
