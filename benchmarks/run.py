@@ -15,6 +15,7 @@
     python benchmarks/run.py huggingface     # exchange with transformers: benchmarks/results/huggingface.md
     python benchmarks/run.py surviving       # a killed rank, and those that watch: benchmarks/results/surviving.md
     python benchmarks/run.py records         # records through a model: benchmarks/results/records.md
+    python benchmarks/run.py seeing          # fusions on pictures and clips: benchmarks/results/seeing.md
     python benchmarks/run.py chaos           # 100 misfortunes on two ranks: benchmarks/results/chaos.md
 
 Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
@@ -482,6 +483,14 @@ def chaos() -> list[Row]:
     ]
 
 
+def seeing() -> list[Row]:
+    """Fusions that learn to see."""
+    sys.path.insert(0, str(HERE))
+    from seeing import main
+
+    return [Row(*one) for one in main([])]
+
+
 def trials() -> list[Row]:
     environment = {**os.environ, "FORGE_TRIALS": "20", "FORGE_EXAMPLES": "3000"}
     rows = []
@@ -500,12 +509,12 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     for part in (
         *(startup, first, loop, transformers, loss, text, quickstart, trials),
         *(parallel, experts, low_precision, optimizers, attention, observing, data, planning),
-        *(presets, checkpoints, huggingface, surviving, records, chaos),
+        *(presets, checkpoints, huggingface, surviving, records, chaos, seeing),
     )
 }
 APART = {
     *("parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data", "planning"),
-    *("presets", "checkpoints", "huggingface", "surviving", "records", "chaos"),
+    *("presets", "checkpoints", "huggingface", "surviving", "records", "chaos", "seeing"),
 }
 """Those that have a table of their own."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from forge_cli import forge
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 
@@ -216,3 +217,23 @@ def test_evaluating_while_training(script: Script, tmp_path: Path, monkeypatch: 
     found = {task: training.measured(task, str(tmp_path)) for task in ("scored.toml", "written.toml")}
     assert all(0 < min(clock.passes) < min(clock.whole) for clock in found.values())
     assert "| written.toml |" in training.page(found)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_seeing(script: Script, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drawings, the questions and the page; a model of two steps tells nothing."""
+    pytest.importorskip("av")
+    seeing, folder = script("seeing", STEPS={"image": 2, "video": 2}, ASKED=2), tmp_path / kind
+
+    def here(folder: Path, *words: str) -> tuple[Any, float]:
+        monkeypatch.chdir(folder)
+        return forge(*words, "--json").json, 1.0
+
+    monkeypatch.setattr(seeing, "forge", here)
+    seeing.Desk(folder, kind).fill(150, 2)
+    made, kept = script("drawings").every(kind)
+    assert not {caption for caption, _ in made} & {caption for caption, _ in kept}
+    seen = seeing.measured(folder, kind, "prefix")
+    names = {"new", "unseen", "other", *(("still", "reversed") if kind == "video" else ())}
+    assert seen.right == dict.fromkeys(names, 0.0)
+    assert not all(met for *_, met in seeing.bars(kind, "prefix", seen, seeing.chance(folder)))
