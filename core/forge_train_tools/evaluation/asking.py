@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from forge_train import Job, Model
 from forge_train_kit import hookspecs
 
+from ..generation.completion import items_of
 from . import texts
 from .generating import Answer, Generation, check_prompts, generate
-from .scoring import Request, Score, Scorer, check
+from .scoring import Request, Score, Scorer, check, placed
 
 _T = TypeVar("_T")
+Items = Mapping[str, Sequence[Any]]
+"""Modality → items of a prompt."""
 _END = "end"
 
 
@@ -83,22 +87,45 @@ class Asked:
     def _texts(self, asked: Sequence[Generation]) -> list[Answer]:
         return generate(self._job, self._model, asked, self._batch)
 
-    def check(self, pairs: Sequence[tuple[str, str]], whole: Sequence[str], prompts: Sequence[Generation]) -> None:
+    def check(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        whole: Sequence[str],
+        prompts: Sequence[Generation],
+        shown: Sequence[Items] = (),
+    ) -> None:
         """Look at questions before anything is computed.
 
         Raises:
             ConfigError: for one that can't be asked.
         """
-        check([texts.pair(self.tokenizer, *one) for one in pairs], self.longest)
+        requests = self._requests(pairs, shown)
+        check(requests, self.longest)
+        placed(requests, self._job, self.longest)
         for text in whole:
             next(texts.rolling(self.tokenizer, text, self.longest))
         check_prompts(self._job, self._model, prompts)
 
-    def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        """The scores of continuations after their contexts."""
+    def log_likelihoods(self, pairs: Sequence[tuple[str, str]], shown: Sequence[Items] = ()) -> list[Score]:
+        """The scores of continuations after their contexts.
+
+        Args:
+            pairs: contexts and continuations.
+            shown: the items of each context; empty if none has some.
+        """
         if not pairs:
             return []
-        found: list[Score] = self._ask("_scores", [texts.pair(self.tokenizer, *one) for one in pairs])
+        found: list[Score] = self._ask("_scores", self._requests(pairs, shown))
+        return found
+
+    def _requests(self, pairs: Sequence[tuple[str, str]], shown: Sequence[Items]) -> list[Request]:
+        prompts = items_of(self._job, {name: some for one in shown for name, some in one.items()}) if shown else None
+        if prompts is None:
+            return [texts.pair(self.tokenizer, *one) for one in pairs]
+        found = []
+        for (context, continuation), items in zip(pairs, shown, strict=True):
+            one = texts.pair(prompts.tokenizer, prompts.with_placeholders(context, items), continuation)
+            found.append(replace(one, items=items))
         return found
 
     def rolling(self, whole: Sequence[str]) -> list[Score]:

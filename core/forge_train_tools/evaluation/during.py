@@ -125,6 +125,8 @@ class _Task:
 
 def _of_file(job: Job, task: LocalTask) -> _Task:
     asked, values = task.questions, partial(_of_answers, task)
+    if asked.shown:
+        raise ConfigError(f"{task.file.where}: {task.file.name}.items: choices are shown items by forge eval alone.")
     nothing = Answers(prompts=[_NOTHING for _ in asked.prompts])
     names = job.dist.on_main(lambda: [*values(nothing)]) if asked.prompts else ()  # and tries a user's function
     return _Task(asked.pairs, asked.texts, asked.prompts, values, names)

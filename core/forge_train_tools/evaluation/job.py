@@ -177,7 +177,7 @@ def _lead(asked: Evaluation, prepared_tasks: Prepared, told: Told, answering: As
     """The work of the main process."""
     tasks, harness = prepared_tasks()
     for one in tasks:
-        answering.check(one.questions.pairs, one.questions.texts, one.questions.prompts)
+        answering.check(one.questions.pairs, one.questions.texts, one.questions.prompts, one.questions.shown)
     if harness is not None and harness.writes:
         answering.check((), (), [Generation("", 1)])
     found = []
@@ -185,7 +185,7 @@ def _lead(asked: Evaluation, prepared_tasks: Prepared, told: Told, answering: As
         told(f"{task.file.name}: {format_plural(len(task.file.records), 'record')}")
         questions = task.questions
         answers = Answers(
-            answering.log_likelihoods(questions.pairs),
+            answering.log_likelihoods(questions.pairs, questions.shown),
             answering.rolling(questions.texts),
             answering.generate(questions.prompts),
         )

@@ -30,6 +30,8 @@ class Questions:
     pairs: Sequence[tuple[str, str]] = ()
     texts: Sequence[str] = ()
     prompts: Sequence[Generation] = ()
+    shown: Sequence[Mapping[str, list[Any]]] = ()
+    """Items of the contexts of `pairs`, by modality; empty if none has some."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def summary(task: LocalTask, metrics: Mapping[str, Metric], answers: Answers) ->
     """The result of a task, from its metrics."""
     file, asked = task.file, task.questions
     prompts = [{name: value for name, value in vars(one).items() if value != {}} for one in asked.prompts]
-    whole = [asked.pairs, asked.texts, prompts, task.measure]
+    whole = [asked.pairs, asked.texts, prompts, task.measure, *([asked.shown] if asked.shown else [])]
     text = json.dumps(whole, ensure_ascii=False, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     cut = sum(bool(one.cut) for one in answers.pairs) + sum(bool(one.cut) for one in answers.prompts)
@@ -121,12 +123,14 @@ class _Choice:
         ]
         self.measure = [self._choices, self._right]
         self._prompts = _prompts(self.file, lambda record: _right_text(self.file, record))
+        shown = [_items(made, record) for record in self.file.records if made.items]
         self.questions = Questions(
             pairs=[
                 (prompt, made.delimiter + choice)
                 for prompt, choices in zip(self._prompts, self._choices, strict=True)
                 for choice in choices
-            ]
+            ],
+            shown=[items for items, choices in zip(shown, self._choices, strict=False) for _ in choices],
         )
 
     def result(self, answers: Answers) -> tuple[dict[str, Metric], list[Sample]]:
@@ -217,7 +221,7 @@ def _prompts(file: TaskFile, answer: Callable[[Record], str]) -> list[str]:
     return prompts
 
 
-def _items(made: Generate, record: Record) -> dict[str, list[Any]]:
+def _items(made: Choice | Generate, record: Record) -> dict[str, list[Any]]:
     """The items of a prompt, by modality."""
     found = {name: value_of(field_, record) for name, field_ in made.items.items()}
     return {name: value if isinstance(value, list) else [value] for name, value in found.items()}

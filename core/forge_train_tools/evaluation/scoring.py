@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ from forge_train.base.errors import ConfigError
 from forge_train.step.forward import Forward
 from forge_train_kit import hookspecs
 from forge_train_kit.contract import Evaluator
+from forge_train_kit.data.items import PromptItems, gathered, item_axes, padded
 from forge_train_kit.evaluators import measure
 from forge_train_kit.model import full_tensor, sum_in_chunks, sum_of_slices
 from forge_train_kit.tokenizer import Tokenizer
 
+from ..generation.completion import items_of
 from ..inference.batches import UNIT
 
 NUMBER = "evaluation.number"
@@ -32,7 +34,10 @@ class Request:
     """Some tokens, and those that follow them, whose probability is asked for; at least one of each."""
 
     context: tuple[int, ...]
+    """With marks of its items, if it has some (`ItemPrompts`)."""
     continuation: tuple[int, ...]
+    items: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Modality → items of the context."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Rows:
     padding is computed, and the first micro-batch needs the most memory.
 
     Args:
-        requests: all of them; longer ones are cut on their left.
+        requests: all of them; longer ones are cut on their left, unless they have items.
         job: the job.
         tokenizer: of the model.
         batch: rows of a micro-batch.
@@ -65,6 +70,7 @@ class Rows:
     """
 
     def __init__(self, requests: Sequence[Request], job: Job, tokenizer: Tokenizer, batch: int, longest: int) -> None:
+        requests, self._items = placed(requests, job, longest)
         ids = [(*one.context, *one.continuation)[-(longest + 1) :] for one in requests]
         order = sorted(range(len(ids)), key=lambda at: (-len(ids[at]), ids[at]))
         self._rows = [(at, ids[at], len(requests[at].continuation)) for at in order]
@@ -103,7 +109,12 @@ class Rows:
             inputs[at, :size] = ids[:-1]
             labels[at, size - asked : size] = ids[-asked:]
             numbers[at] = number
-        return Batch(inputs, labels).with_targets({NUMBER: numbers})
+        each = [self._items[number].read(shape[1]) for number, _, _ in rows] if self._items else []
+        if self._items:  # rows beyond the last request have none
+            none = gathered(self._items[0].fields, (), shape[1])
+            each += [none] * (self._size - len(rows))
+        extras = {name: torch.from_numpy(one) for name, one in padded(each).items()} if each else {}
+        return Batch(inputs, labels, extras=extras, axes=item_axes(each)).with_targets({NUMBER: numbers})
 
 
 class Scorer:
@@ -170,6 +181,30 @@ def check(requests: Sequence[Request], longest: int) -> None:
                 f"What is asked for has {len(one.continuation):,} tokens, and the model reads {longest:,} at once; "
                 "shorten it."
             )
+
+
+def placed(requests: Sequence[Request], job: Job, longest: int) -> tuple[Sequence[Request], list[PromptItems]]:
+    """Requests with room for their items, and these, for each of the requests if any has some.
+
+    Raises:
+        ConfigError: the model does not take such items, an item can't be read, or a request is too long.
+    """
+    wanted = {name: some for one in requests for name, some in one.items.items() if some}
+    if not wanted:
+        return requests, []
+    prompts = items_of(job, wanted)
+    assert prompts is not None
+    made, found = list[Request](), list[PromptItems]()
+    for one in requests:
+        context, items = prompts.place(one.context, one.items, "A task", "/")
+        if one.items and len(context) + len(one.continuation) > longest + 1:
+            raise ConfigError(
+                f"A prompt and its choice have {len(context) + len(one.continuation):,} tokens with their items, and "
+                f"the model reads {longest:,} at once; shorten it."
+            )
+        made.append(Request(tuple(context), one.continuation))
+        found.append(items)
+    return made, found
 
 
 def sums_by_row(tokenizer: Tokenizer, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:

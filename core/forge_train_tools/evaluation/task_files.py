@@ -57,6 +57,7 @@ class Choice:
         shots: number of examples before each prompt.
         shots_data: file of the examples, which are taken from its beginning.
         separator: what follows each example.
+        items: modality → the field of a record that holds its items for the prompt, one or a list.
     """
 
     kind: Literal["choice"]
@@ -69,6 +70,7 @@ class Choice:
     shots: Annotated[int, Ge(0)] = 0
     shots_data: Annotated[str, FilePath()] = ""
     separator: str = "\n\n"
+    items: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @section
@@ -77,7 +79,7 @@ class Generate:
 
     Args:
         kind: `generate`.
-        data: as for `choice`; so are `prompt`, `delimiter`, `prefix`, `shots`, `shots_data` and `separator`.
+        data: as for `choice`; so are `prompt`, `delimiter`, `prefix`, `shots`, `shots_data`, `separator` and `items`.
         answer: a field that holds the right answer, or a list of right ones.
         check: `exact`, `normalised`, `regex`, or a function `package.module:function` or `file.py:function`.
         extract: a pattern whose first group, or all of it, is the answer in what was written.
@@ -86,7 +88,6 @@ class Generate:
         samples: number of answers to each prompt.
         k: for `pass@k`: numbers of answers of which one must be right.
         temperature: as in `forge generate`; so are `top_k`, `top_p` and `seed`.
-        items: modality → the field of a record that holds its items for the prompt, one or a list.
     """
 
     kind: Literal["generate"]
@@ -209,9 +210,9 @@ def _wrong(made: Any, name: str, where: str) -> list[str]:
     found = []
     if bool(made.shots) != bool(made.shots_data):
         found.append(f"{where}: {name}: shots and shots_data go together; give both or neither.")
+    if made.items and made.shots:
+        found.append(f"{where}: {name}.shots: examples are texts; leave shots out where prompts have items.")
     if isinstance(made, Generate):
-        if made.items and made.shots:
-            found.append(f"{where}: {name}.shots: examples are texts; leave shots out where prompts have items.")
         if not all(made.stop):
             found.append(f"{where}: {name}.stop: expected non-empty texts, found {[*made.stop]!r}.")
         if not made.k or max(made.k) > made.samples:
