@@ -74,7 +74,7 @@ def test_what_was_left_out_is_told_by_later_runs_too(tmp_path: Path, caplog: pyt
     assert told[0] == f"{first} The record is left out."
     assert len(told) == 2
     Multimodal(made.config).build_data(job(), "train")
-    assert warnings(caplog) == [f"multimodal: 2 records were left out when the data was prepared; the first: {first}"]
+    assert warnings(caplog) == [f"multimodal: 2 records left out when the data was prepared; the first: {first}"]
 
 
 def test_an_empty_item_stands_in_for_one_that_can_not_be_measured(
@@ -95,7 +95,7 @@ def test_an_empty_item_stands_in_for_one_that_can_not_be_measured(
     assert batch.extras["scan_values"][0].tolist() == wanted.tolist()
     Multimodal(made.config).build_data(job(), "train")
     (told,) = warnings(caplog)
-    assert told.startswith("multimodal: 1 items were replaced when the data was prepared; the first: ")
+    assert told.startswith("multimodal: 1 item replaced when the data was prepared; the first: ")
     alone = next(plugin(tmp_path, given, prefetch=REPLACE).build_data(job(gives="token", micro_batch=1), "train"))
     assert alone.extras["scan_places"][0, :7].tolist() == [-1, 0, -1, 1, -1, 2, -1]
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from ...format import format_duration, format_unit
+from ...format import format_duration, format_plural, format_unit
 from ..progress import Telling
 from .tasks import Task
 
@@ -90,14 +90,14 @@ class Told(Report):
         if self.read:
             rate = format_unit(self.text / max(self.seconds, 1e-9), "B")
             self._telling.done(f"{format_unit(self.text, 'B')}, {rate}/s, in {format_duration(self.seconds)}")
-        count = f"{len(skipped):,}"
         if skipped and not self.read:  # an earlier run has named them all
-            one = "items were replaced" if self._replaced else "records were left out"
+            what = format_plural(len(skipped), "item" if self._replaced else "record")
+            done = "replaced" if self._replaced else "left out"
             first = next(iter(skipped.values()))
-            log.warning("%s: %s %s when the data was prepared; the first: %s", self._name, count, one, first)
+            log.warning("%s: %s %s when the data was prepared; the first: %s", self._name, what, done, first)
             return
         for reason in list(skipped.values())[:NAMED]:
             log.warning("%s %s", reason, REPLACED if self._replaced else "The record is left out.")
         if len(skipped) > NAMED:
             one = "items are replaced" if self._replaced else "records are left out"
-            log.warning("%s: %s %s in all.", self._name, count, one)
+            log.warning("%s: %s %s in all.", self._name, f"{len(skipped):,}", one)
