@@ -67,9 +67,13 @@ def test_captured_activations(script: Script, tmp_path: Path) -> None:
 
 
 def test_decoding_clips(script: Script) -> None:
-    memory, seconds = script("clips").decoded(20)
+    clips = script("clips", BATCH=2)
+    memory, seconds = clips.decoded(20)
     assert len(memory) == 10
     assert min(*memory, seconds) > 0
+    memory = clips.trained(20)
+    assert len(memory) == 10
+    assert clips.grown(memory, 20) == (memory[-1] - memory[0]) * 2**20 / 18
 
 
 def test_frozen_encoders(script: Script) -> None:
