@@ -277,3 +277,8 @@ def test_modules_of_dropout_are_replaced_by_forges(tmp_path: Path) -> None:
     found = {name: module.rate for name, module in model.named_modules() if isinstance(module, Dropout)}
     layers = [f"gpt_neox.layers.{at}.post_{what}_dropout" for at in (0, 1) for what in ("attention", "mlp")]
     assert found == dict.fromkeys(["gpt_neox.emb_dropout", *layers], 0.3)
+
+
+def test_images_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is given token ids alone, and nothing would read image"):
+        hf_models.composed(tmp_path, "llama", plugins=("image",), changes=hf_models.GROUPED)

@@ -15,6 +15,7 @@ from forge_train.base.errors import describe
 from forge_train.base.format import format_list
 from forge_train_kit import hookspecs, kernels
 from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
+from forge_train_kit.enabled_modalities import enabled_modalities
 from forge_train_kit.heads import HeadSpec
 from forge_train_kit.model import Dropout
 
@@ -38,6 +39,7 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
         ConfigError: naming what the class lacks.
     """
     kind = model_class(config)
+    _check_items(kind.__name__, job)
     config._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
     try:
         model = kind(config)
@@ -90,6 +92,15 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     if weights:
         made.stored = Stored(weights, model, base, headless=given != "token_logits")
     return made
+
+
+def _check_items(name: str, job: Job) -> None:
+    """Raises ConfigError if a plugin gives items, which nothing would read."""
+    if items := enabled_modalities(job):
+        raise ConfigError(
+            f"hf: {name} is given token ids alone, and nothing would read {format_list(items)}; leave the plugin out, "
+            "or take a model that `decoder` builds."
+        )
 
 
 def _ways_out(job: Job, needs: KernelCapabilities | None) -> str:
