@@ -19,11 +19,13 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "fsdp2, ac": (("fsdp2", "ac"), {}, {}),
     "tp2": (("tp",), {"parallel.tp": 2}, WINDOW),
     "pp2, items": (("pp", "scans:Scans"), {"parallel.pp": 2, "train.micro_batch": 1}, {}),
+    "tp2, items": (("tp", "scans:Scans"), {"parallel.tp": 2}, {}),
+    "cp2, items": (("cp", "scans:Scans"), {"parallel.cp": 2, "cp.method": "gather"}, {}),
     "cp2, gathered": (("cp",), {"parallel.cp": 2, "cp.method": "gather"}, {}),
     "cp2, by heads, flex": (("cp", "flex"), {"parallel.cp": 2, "cp.method": "ulysses"}, WINDOW),
     "cp2, eager, gathered": (("cp", "eager"), {"parallel.cp": 2, "cp.method": "gather"}, WINDOW),
 }
-EXTENDED = ("fsdp2, ac", "cp2, eager, gathered")
+EXTENDED = ("fsdp2, ac", "tp2, items", "cp2, items", "cp2, eager, gathered")
 
 
 @pytest.mark.parametrize("case", marked(CASES, EXTENDED))

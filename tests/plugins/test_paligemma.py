@@ -31,6 +31,7 @@ from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.imported import imported
 from test_llava import TEXT, VISION, WORDS, saved, seen
 
+safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
 
@@ -270,3 +271,21 @@ def test_a_step_on_packed_chats_has_the_loss_of_transformers(tmp_path: Path) -> 
         one = torch.nn.functional.cross_entropy(logits[0, -size - 1 : -1], ids[0, -size:], reduction="sum")
         total, count = total + one.item(), count + size
     assert json.loads(lines[0])["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["published", "in memory"])
+def test_other_names_of_tensors_are_read(layout: str, tmp_path: Path) -> None:
+    theirs = reference("Gemma", {})
+    folder = saved(tmp_path / "folder", theirs)
+    stored = safetensors.load_file(folder / "model.safetensors")
+    if layout == "in memory":
+        stored = dict(theirs.state_dict())
+        del stored["lm_head.weight"]
+    else:
+        stored = {name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in stored.items()}
+        assert "language_model.model.norm.weight" in stored
+    safetensors.save_file({name: one.clone() for name, one in stored.items()}, folder / "model.safetensors")
+    mine = dict(open_model(folder, plugins=["image"]).module.named_parameters())
+    theirs_norm = theirs.model.vision_tower.post_layernorm.weight
+    assert torch.equal(mine["fusion.enter.encoders.image.vision.norm.weight"], theirs_norm)
+    assert torch.equal(mine["embedding.weight"], theirs.lm_head.weight)
