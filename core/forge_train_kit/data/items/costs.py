@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
-from ...modalities import Grid, Modality
+from ...modalities import Encoder, Grid, Modality, flops_of
 
 _WIDTH = 1024
 """Of features, where the model that takes them is not at hand: a connector's last projection is a small part."""
 
 
 class ItemCosts:
-    """Costs of items by modality and grid: operations of a forward pass of the encoder where the encoders of all
-    modalities declare them (`flops`), else numbers of patches.
+    """Operations of a forward pass of the encoder, by modality and grid; see `flops_of`.
 
     Args:
         modalities: by name.
@@ -27,8 +25,7 @@ class ItemCosts:
     def __call__(self, modality: str, grid: Grid) -> float:
         key = modality, grid
         if key not in self._known:
-            patches, declared = math.prod(grid), self._declared
-            self._known[key] = float(declared[modality](patches) if declared else patches)
+            self._known[key] = float(flops_of(self._encoders[modality], grid))
         return self._known[key]
 
     def __getstate__(self) -> dict[str, object]:
@@ -36,10 +33,8 @@ class ItemCosts:
         return {"_modalities": self._modalities, "_known": {}}
 
     @cached_property
-    def _declared(self) -> dict[str, Callable[[int], float]]:
+    def _encoders(self) -> dict[str, Encoder]:
         import torch
 
         with torch.device("meta"):
-            encoders = {name: one.encoder(_WIDTH) for name, one in self._modalities.items()}
-        found = {name: flops for name, one in encoders.items() if callable(flops := getattr(one, "flops", None))}
-        return found if len(found) == len(encoders) else {}
+            return {name: one.encoder(_WIDTH) for name, one in self._modalities.items()}
