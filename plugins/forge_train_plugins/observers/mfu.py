@@ -57,6 +57,10 @@ class MFU(Plugin):
         return PrepareStep(self._count) if self._takes_items else None
 
     @hookimpl
+    def data_stages(self, job: Job) -> list[tuple[str, str]]:
+        return []  # batches are only looked at
+
+    @hookimpl
     def around(self, span: SpanName) -> Span | None:
         return self._left_out if span in ("evaluate", "save") else None
 
