@@ -37,16 +37,16 @@ def test_layers_of_items_cost_what_torch_counts() -> None:
     assert of_layers + fusion.flops_per_token(24) * 48 == 3 * counted.get_total_flops()
 
 
-@pytest.mark.parametrize("last", [True, False])
-def test_tokens_attend_to_the_items_of_their_document(last: bool) -> None:
-    values = ["cross_attention.layers=[1]", *(["cross_attention.attend=last"] if last else [])]
+@pytest.mark.parametrize("attend", ["all", "last", "run"])
+def test_tokens_attend_to_the_items_of_their_document(attend: str) -> None:
+    values = ["cross_attention.layers=[1]", f"cross_attention.attend={attend}"]
     _, model = tiny_models.composed(*values, plugins=("scans:Scans", "cross_attention"))
     fusion: Any = model.parts[0].fusion
     ids = torch.randint(20, 60, (4, 24), generator=torch.Generator().manual_seed(1))
     ids[:, 0] = torch.tensor([43, 40, 42, 41])
     cuts = torch.tensor([4, 9, 3, 12])[:, None]
     batch = scans.with_scans(Batch(ids, ids, document_ids=(torch.arange(24) >= cuts).long()), one_token=True)
-    extras = with_ranges(batch, ["scan"], last=last).extras
+    extras = with_ranges(batch, ["scan"], attend).extras
     read = fusion.features(**extras)
     seen = (read["mask"][:, 0] == 0) & read["sees"][..., None]
     assert fusion.items.seen(**extras) == (int(extras[GRIDS].prod(-1).sum()), int(seen.sum()))
