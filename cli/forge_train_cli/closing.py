@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import shlex
 import shutil
@@ -27,6 +28,10 @@ PROMPT = "prompt.txt"
 
 MESSAGE = "message.txt"
 """The artifact in which a data plugin stores a user's message, if the run's model learned to answer in a chat."""
+
+
+ITEM = "item.json"
+"""The artifact in which a data plugin stores the path of an item of the run's data, by modality."""
 
 
 def next_commands(finished: Finished, setup: Setup, nproc: int = 1) -> list[tuple[str, str]]:
@@ -96,7 +101,14 @@ def _prompt(finished: Finished, job: Job) -> str | None:
     from forge_train_kit.hookspecs import tokenizer
 
     made = tokenizer(job)
-    return "" if made.begin or made.end is not None else None
+    return _image(finished.run) if made.begin or made.end is not None else None
+
+
+def _image(run: Path) -> str:
+    """The option that shows the model an image of the run's data; empty without one."""
+    file = run / "artifacts" / ITEM
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return f" --image {shlex.quote(found['image'])}" if "image" in found else ""
 
 
 def _longer(setup: Setup) -> str:

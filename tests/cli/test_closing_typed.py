@@ -62,6 +62,13 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
         ],
         {"its numbers", "train further", "Hugging Face"},
     ),
+    "pictures": (
+        [
+            *("--without", "text", "-p", "multimodal,image", "-s", "multimodal.path=pictures.jsonl"),
+            *("-s", "image.size=32", "-s", "image.dim=12"),
+        ],
+        {"write with it", "its numbers", "train further"},
+    ),
     "sft": (
         ["--without", "text", "-p", "sft,tokenizer", "-s", "tokenizer.path=hf", "-s", "sft.path=chats.jsonl"],
         {"write with it", "its numbers", "train further", "Hugging Face"},
@@ -78,10 +85,15 @@ def test_what_is_proposed_can_be_typed(forge: Forge, folder: Path, case: str) ->
     if case == "sft":
         chat_model.write_tokenizer(folder / "hf", special=["<|im_end|>", "<|im_start|>", "<|endoftext|>"])
         chat_model.write_chats(folder / "chats.jsonl")
+    if case == "pictures":
+        pytest.importorskip("PIL.Image").new("RGB", (32, 32)).save(folder / "a.png")
+        lines(folder / "pictures.jsonl", *(f'{{"text": "<image>{n}", "images": ["a.png"]}}' for n in range(60)))
     same = ["-s", "train.steps=2", "-s", "train.sequence=48", "-s", "train.evaluate_every=0"]
     ended = forge("train", "tiny.toml", *same, *options)
     if case == "sft":
         assert proposed(ended)["write with it"][3:] == ["--chat", "--prompt", "Who are you?"]
+    if case == "pictures":
+        assert proposed(ended)["write with it"][3:] == ["--image", str(folder / "a.png")]
     assert type_all(forge, ended) == expected
 
 

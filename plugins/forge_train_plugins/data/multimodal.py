@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import Batch, ConfigError, Ge, Lt, Problem, Volatile, hookimpl, section
+from forge_train.base.strict_json import dumps
 from forge_train.contract.protocols import Loader
 from forge_train_kit import hookspecs
 from forge_train_kit.capabilities import KernelCapabilities
@@ -138,11 +139,16 @@ class Multimodal(DataPlugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Say how much is learned."""
+        """Say how much is learned, and store an item to try the trained model with."""
+        from forge_train_kit.data.items import first_file
         from forge_train_kit.data.learned import tell_learned
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
             tell_learned("multimodal", "records", self._sides, self._epoch, job)
+            if (found := first_file(self._sides)) is not None:
+                file = job.run.artifact("item.json")
+                file.write_text(dumps(dict([found])), encoding="utf-8")
+                job.record(file, self)
 
     def _open(self, job: Job) -> Mapping[Side, Any]:
         if self._sides is None:

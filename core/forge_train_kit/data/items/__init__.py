@@ -5,7 +5,7 @@ from .fields import ItemFields, no_items
 from .kept import Kept
 from .marks import MarkingTokenizer
 from .prompts import ItemPrompts, PromptItems, in_folder, prompts_of
-from .rows import ItemRows, Records, gathered, opened
+from .rows import ItemRows, Records, first_file, gathered, opened
 from .weaver import Weaver
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Records",
     "RowItems",
     "Weaver",
+    "first_file",
     "gathered",
     "in_folder",
     "item_axes",

@@ -28,6 +28,9 @@ from .fields import ItemFields, called
 from .kept import kept_path
 from .notes import Noted, Table
 
+LOOKED_AT = 100
+"""Records among which `first_file` looks."""
+
 
 class Records:
     """Prepared records: every other document is one's tokens, and the document after it the table of its items.
@@ -128,6 +131,19 @@ class Records:
 
     def _absolute(self, path: str) -> str:
         return path if is_remote(path) else posixpath.normpath(posixpath.join(self.fields.root, path))
+
+
+def first_file(sides: Mapping[Side, Any]) -> tuple[str, str] | None:
+    """Modality and path of an item that is a file of its own, among the first held-out records or those of training."""
+    for side in ("validation", "train"):
+        records = sides[side]
+        for record in range(min(records.count, LOOKED_AT)):
+            table = records.table(record)
+            for one in table.items:
+                source = records.source(record, table, one)
+                if source.size is None and Path(source.path).is_file():
+                    return one.modality, source.path
+    return None
 
 
 def opened(sides: Mapping[Side, Documents], fields: ItemFields | None) -> Mapping[Side, Documents | Records]:
