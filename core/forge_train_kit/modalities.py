@@ -69,7 +69,8 @@ class Modality(Protocol):
     reading order: models whose positions have three axes (M-RoPE) ask for it. None, or no such method, stands for
     vectors that count like tokens. And it may declare `smallest()`, the `Grid` of its smallest item, which stands in
     for one that can't be read where a run asks for that. With `texts(source)`, a text for each of as many equal groups
-    of an item's frames, each group has its text before it, and counts as an item of its own.
+    of an item's frames, each group has its text before it, and counts as an item of its own; where a fusion gives an
+    item one position, all texts stand before that, and the item stays one.
 
     It is pickled where data is read by processes, so it holds options, not tensors. It may declare `example()`, an
     `Item` of zeros of the largest size that its options allow, or of a usual one: `forge plan` counts with it.

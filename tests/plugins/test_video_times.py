@@ -71,22 +71,23 @@ def test_each_group_of_frames_has_its_time_before_it(tmp_path: Path) -> None:
     assert torch.equal(plain.extras["video_values"], batch.extras["video_values"])
 
 
-def test_a_fusion_that_gives_an_item_one_position_gives_one_to_each_group(tmp_path: Path) -> None:
+def test_all_times_stand_before_a_clip_that_takes_one_position(tmp_path: Path) -> None:
+    """It stays one item, whose features tell the order of frames: tokens attend to all of them at once."""
     batch = batch_of(tmp_path, clips(), "a<video>b<video>", gives="token")
-    assert shown(batch) == f"a{FIRST}0{SECOND}1b{FIRST}2{SECOND}3"
-    assert batch.extras["video_grids"][0].tolist() == [[2, 2, 2]] * 4
+    assert shown(batch) == f"a{FIRST}{SECOND}0b{FIRST}{SECOND}1"
+    assert batch.extras["video_grids"][0].tolist() == [[4, 2, 2]] * 2
 
 
 @pytest.mark.parametrize(("fit", "connector"), [("square", "mlp"), ("keep", "pooling")])
-def test_groups_have_the_features_that_the_whole_clip_has(tmp_path: Path, fit: Any, connector: Any) -> None:
+def test_groups_are_encoded_like_clips_of_their_own(tmp_path: Path, fit: Any, connector: Any) -> None:
     modality = clips(fit=fit, connector=connector)
     encoder = VisionEncoder(modality.config, 8, temporal=2)
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
     file = ItemSource(str(write(tmp_path / "a.mp4", RAMP)), "here")
-    values = torch.from_numpy(modality.read(file).values)[None]
-    whole = encoder(values, torch.tensor([[[4, 2, 2]]]))
-    torch.testing.assert_close(encoder(values, torch.tensor([[[2, 2, 2]] * 2])), whole)
+    values, grid = torch.from_numpy(modality.read(file).values)[None], torch.tensor([[[2, 2, 2]]])
+    alone = [encoder(half, grid) for half in values.chunk(2, 1)]
+    torch.testing.assert_close(encoder(values, grid.expand(-1, 2, -1)), torch.cat(alone, 1))
 
 
 def test_prepared_data_says_by_which_rule_frames_were_taken(tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ class Video(_Vision):
         """Longer clips are refused before they are decoded."""
         times: bool = False
         """Write the time before each group of `temporal` frames, as text: `<1.5 seconds>` is in the middle between its
-        first and its last frame (as in Qwen3-VL). Each group then counts as an item of its own."""
+        first and its last frame (as in Qwen3-VL). Each group then counts as an item of its own. With `cross_attention`,
+        all times stand before the clip."""
 
     config: Config
 

@@ -149,13 +149,14 @@ class Weaver:
         dtype: str = "",
     ) -> tuple[Noted, list[Ids]]:
         modality = self.fields.modalities[name]
+        texts = ["".join(texts)] if texts and self.fields.alone else texts  # before its one position
         grid: Grid = (int(sizes[0]), int(sizes[1]), int(sizes[2]))
         vectors, groups = int(modality.positions(grid)), max(1, len(texts))
         if grid[0] % groups or modality.positions((grid[0] // groups, *grid[1:])) * groups != vectors:
             raise PluginError(f"Modality {name!r}: {groups} texts do not divide an item with the grid {grid} evenly.")
         written: list[Ids] = [np.asarray(self.tokenizer.encode(text), np.uint32) for text in texts]
         lead = tuple(map(len, written))
-        length = sum(lead) + (groups if self.fields.alone else vectors)
+        length = sum(lead) + (1 if self.fields.alone else vectors)
         return Noted(name, position, length, vectors, grid, *place, lead, dtype), written
 
     def _written(self, one: Noted, texts: Sequence[Ids]) -> Ids:
