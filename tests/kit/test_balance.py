@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,22 @@ def test_a_step_has_the_rows_of_the_stream_on_any_layout_resumed_on_another(tmp_
         state = every[0].state_dict()
         for one in every:
             one.close()
+
+
+@pytest.mark.parametrize("given", [0, 3, 11])
+def test_a_state_in_the_middle_of_a_step_goes_on_there(tmp_path: Path, given: int) -> None:
+    (whole, other), _ = loaders(tmp_path, 2, 2)
+    for _ in range(given):
+        next(whole)
+    state = json.loads(json.dumps(whole.state_dict()))
+    assert ("begun" in state) == bool(given % (GLOBAL // 4))
+    (again, _), _ = loaders(tmp_path, 2, 2)
+    next(again)
+    again.load_state_dict(state)
+    assert all(same(next(again), next(whole)) for _ in range(12))
+    other.load_state_dict(state)
+    other.skip(GLOBAL)
+    assert other.state_dict().get("begun") == state.get("begun")
 
 
 def test_what_is_read_again_in_the_middle_of_a_step_goes_on_there(tmp_path: Path) -> None:

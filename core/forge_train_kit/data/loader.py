@@ -52,8 +52,8 @@ class StreamLoader:
     """This rank's micro-batches, without end: row r of global micro-batch g is sample g × micro_batch + r.
 
     Where the stream predicts costs, the samples of each global batch are spread over micro-batches and ranks by them.
-    Every rank works that out for itself, from numbers alone. Batches are counted from where the loader was put, which
-    is always the beginning of a step; with `train.batch_warmup`, samples are spread within as many as all sizes share.
+    Every rank works that out for itself, from numbers alone. Batches are counted from where the loader was put; with
+    `train.batch_warmup`, samples are spread within as many as all sizes share.
 
     Workers read micro-batches ahead and give them in order: what is given, and the state, which is that of what was
     given, depend neither on their number nor on their kind.
@@ -122,8 +122,10 @@ class StreamLoader:
         self._workers = self._end = None
 
     def state_dict(self) -> dict[str, Any]:
-        """`sequences`: sequences that all ranks together have been given; and what the stream keeps."""
-        return {"sequences": self._position, **self._stream.state_dict(self._position)}
+        """`sequences`: sequences that all ranks together have been given; `begun`: how many of these are of a global
+        batch that is spread and not given whole, if any; and what the stream keeps."""
+        begun = {"begun": self._begun} if self._begun else {}
+        return {"sequences": self._position, **begun, **self._stream.state_dict(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place.
@@ -132,16 +134,21 @@ class StreamLoader:
             ConfigError: the state belongs to other content.
         """
         self._stream.load_state_dict(state, int(state["sequences"]))
-        self._move(int(state["sequences"]))
+        self._move(int(state["sequences"]), int(state.get("begun", 0)))
 
     def skip(self, sequences: int) -> None:
         """Move on by that many sequences of the global stream (all ranks together)."""
-        self._move(self._position + sequences)
+        self._move(self._position + sequences, self._begun + sequences)
 
-    def _move(self, position: int) -> None:
+    @property
+    def _begun(self) -> int:
+        """Sequences that were given of a global batch that is spread and not given whole."""
+        return (self._position - self._start) % self._window if self._window else 0
+
+    def _move(self, position: int, begun: int = 0) -> None:
         if position < 0:
             raise ValueError(f"the stream has no position {position}")
-        self._position = self._start = position
+        self._position, self._start = position, position - begun
         self._forget()
 
     def _forget(self) -> None:
@@ -181,8 +188,8 @@ class StreamLoader:
         """Places `[micro_batch, …]` and numbers of this rank's next samples, micro-batch by micro-batch."""
         size = self._micro_batch
         if self._costs is not None:
-            given = (position - self._start) % self._window
-            yield from islice(self._balanced(position - given), given // (size * self._ranks), None)
+            begun = self._begun
+            yield from islice(self._balanced(position - begun), begun // (size * self._ranks), None)
         first = np.arange(max(1, _AHEAD // size), dtype=np.int64) * (size * self._ranks)
         while True:
             number = position + self._rank * size + first[:, None] + np.arange(size, dtype=np.int64)

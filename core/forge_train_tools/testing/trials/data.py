@@ -39,7 +39,8 @@ def gives_batches(bench: Bench) -> str:
         for name, tensor in batch.tensors().items():
             if name in {*batch.extras, *batch.targets} or (name == "labels" and not tokens):
                 continue
-            require(list(tensor.shape) == shape, f"{name} must be [batch, sequence] = {shape}, is {list(tensor.shape)}")
+            axes, size = ("[batch]", shape[:1]) if name == "sample_ids" else ("[batch, sequence]", shape)
+            require(list(tensor.shape) == size, f"{name} must be {axes} = {size}, is {list(tensor.shape)}")
             require(tensor.dtype == torch.int64, f"{name} must be int64, is {tensor.dtype}")
         require(int(batch.inputs.min()) >= 0, "inputs holds negative token ids")
         labels = batch.labels[batch.labels != MASKED]
