@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import fakes
-from forge_train import ConfigError
+from forge_train import MASKED, Batch, ConfigError
 from forge_train_kit.data.items import padded
 from forge_train_kit.data.items.prompts import ItemPrompts
 from forge_train_kit.hf import HFModel
@@ -212,6 +212,15 @@ def test_tokens_without_an_image_before_them_take_nothing_from_others(opened: An
             hook.remove()
     alone = theirs(input_ids=tokens[1:2]).logits
     torch.testing.assert_close(ours[1:2], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_text_that_would_teach_a_placeholder_is_refused(opened: Any) -> None:
+    job = opened._opened.job
+    tokens = torch.tensor([[2, IMAGE, 3, 4]])
+    masked = Batch(tokens, torch.tensor([[MASKED, 3, 4, MASKED]]))
+    assert job.hooks.prepare_batch()([masked], 0)[0].labels is masked.labels
+    with pytest.raises(ConfigError, match=f"the data has the token {IMAGE} to learn, which stands for an item"):
+        job.hooks.prepare_batch()([Batch(tokens, torch.tensor([[IMAGE, 3, 4, MASKED]]))], 0)
 
 
 def test_an_export_is_read_by_transformers(folder: Path, theirs: Any, tmp_path: Path) -> None:

@@ -203,6 +203,10 @@ class Decoder(Plugin):
 
             if (found := item_positions(self.config, job)) is not None:
                 changes.append(PrepareStep(lambda batches: [found.prepared(one) for one in batches]))
+        if self.config.placeholders and job.hooks.gives("head") == "token_logits":
+            from ._decoder.placeholders import unlearned
+
+            changes.append(PrepareStep(lambda batches: unlearned(batches, self._vocabulary(job))))
         return changes
 
     @hookimpl
