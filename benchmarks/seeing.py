@@ -79,9 +79,14 @@ ONE_TOKEN = {"image": 56, "video": 64}
 VIDEO = ("video.merge=4", "video.temporal=2")
 """What a clip has beside the options of pictures."""
 
+DRAWN = {
+    "image": "Pictures of 32 × 32 pixels with one to four shapes (circle, square, triangle) or a digit, in one of six "
+    "colours.",
+    "video": "Clips of eight frames of 32 × 32 pixels, in which a shape (circle, square, triangle) in one of six "
+    "colours moves up, down, left or right.",
+}
 NOTE = (
-    "Pictures of 32 × 32 pixels with one to four shapes (circle, square, triangle) or a digit, in one of six colours; "
-    "clips of eight frames in which a shape moves. A sixth of the combinations of these words is kept from training. "
+    "A sixth of the combinations of these words is kept from training. "
     f"Questions are of {ASKED} of each kind that were not trained on. A small vision transformer and a decoder "
     "of two layers start from random weights, on one thread; ten minutes of two cores are 1,200 CPU seconds."
 )
@@ -197,7 +202,7 @@ def main(arguments: list[str] | None = None) -> list[tuple[str, str, str, bool]]
         found = rows(kind, fusions, log) if fusions else []
         if len(fusions) == len(FUSIONS):
             written = [Row(*one) for one in found]
-            text = table(written, "Seeing", "python benchmarks/seeing.py", NOTE)
+            text = table(written, "Seeing", "python benchmarks/seeing.py", f"{DRAWN[kind]} {NOTE}")
             (RESULTS / page).write_text(text, encoding="utf-8")
         every += found
     return every
