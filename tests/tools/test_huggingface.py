@@ -425,6 +425,10 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
             "Plugin hf may read it; enable it with --plugins",
         ),
     ),
+    "an architecture of a plugin that is not enabled": (
+        lambda hf: change_config(hf, architectures=["LlavaForConditionalGeneration"]),
+        ("the architecture ['LlavaForConditionalGeneration']; enable image with --plugins.",),
+    ),
     "a misspelt architecture": (
         lambda hf: change_config(hf, architectures=["LLamaForCausalLM"]),
         ("Did you mean 'LlamaForCausalLM'?",),

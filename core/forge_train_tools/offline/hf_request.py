@@ -105,9 +105,9 @@ def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
     if not config.get("architectures"):
         model_type = config.get("model_type")
         what = f"no enabled plugin reads it without architectures, which is missing (model_type is {model_type!r})"
-    text = f"{what} (asked: {asked}). Known: {', '.join(known) or 'none'}."
     if others:
-        return f"{text} Enable {' or '.join(others)} with --plugins."
+        return f"{what}; enable {' or '.join(others)} with --plugins."
+    text = f"{what} (asked: {asked}). Known: {', '.join(known) or 'none'}."
     text += next((hint for name in named if (hint := nearest(str(name), known))), "")
     open_ended = [name for name, architectures in installed.items() if ANY in architectures]
     return f"{text} Plugin {' or '.join(open_ended)} may read it; enable it with --plugins." if open_ended else text
