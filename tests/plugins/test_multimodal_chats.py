@@ -171,6 +171,7 @@ def test_items_may_lie_in_another_folder(tmp_path: Path) -> None:
         ),
         (said({"type": "scan", "scan": "no.npy"}), "no.npy: No such file or directory."),
         (said({"type": "text", "text": "<scan>"}) | {"scnas": ["0.npy"]}, "under 'scnas'. Did you mean 'scans'?"),
+        ({"text": "<scan>a", "scans": ["0.npy"]}, "its fields (text) are no conversation's"),
         (said({"type": "text", "text": "a"}, answer="<scan>"), "the text has <scan> once, and the record 0 scans"),
     ],
 )

@@ -78,6 +78,8 @@ class Speech:
             if self.record.get(field) is not None:
                 self.record[field] = self._said(listed(self.record[field], where), f"{where}: {field}")
         weaver.fields.check_spelling(record, self.entries, where)
+        if not self.record.keys() & {*_SPOKEN}:
+            return  # refused by whoever reads conversations, with the fields that it reads
         for name, entries in self._beside.items():
             if self._times[name] != len(entries):
                 raise weaver.miscounted(name, self._times[name], len(entries), where)
