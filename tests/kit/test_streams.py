@@ -44,7 +44,7 @@ def job(rank: int = 0, ranks: int = 1, micro_batch: int = 2, seed: int = 0, sequ
     from types import SimpleNamespace
 
     return SimpleNamespace(
-        hooks=SimpleNamespace(call=lambda spec, arguments: ByteTokenizer()),
+        hooks=SimpleNamespace(call=lambda spec, arguments: [] if spec.name == "modalities" else ByteTokenizer()),
         config=SimpleNamespace(train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch, evaluate_every=0)),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
         device=torch.device("cpu"),

@@ -29,9 +29,15 @@ COUNT = 11
 def job(of: str = "text", path: str = "bytes", rank: int = 0, ranks: int = 1, **train: int) -> Any:
     section = Tokenizer.Config(path=path)
     plugin = Tokenizer(section)
+
+    def call(spec: Any, arguments: Any) -> Any:
+        if spec.name == "tokenizer":
+            return open_tokenizer(path)
+        return [] if spec.name == "modalities" else Classes(NAMES, of)  # type: ignore[arg-type]
+
     return SimpleNamespace(
         hooks=SimpleNamespace(
-            call=lambda spec, arguments: open_tokenizer(path) if spec.name == "tokenizer" else Classes(NAMES, of),  # type: ignore[arg-type]
+            call=call,
             provider=lambda slot: slot,
             plugins={"tokenizer": plugin},
         ),

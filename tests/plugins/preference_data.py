@@ -38,7 +38,7 @@ def job(here: Path, rank: int = 0, ranks: int = 1, micro_batch: int = 2, sequenc
     plugin = Tokenizer(section)
     return SimpleNamespace(
         hooks=SimpleNamespace(
-            call=lambda spec, arguments: plugin.tokenizer(None),  # type: ignore[arg-type]
+            call=lambda spec, arguments: [] if spec.name == "modalities" else plugin.tokenizer(None),  # type: ignore[arg-type]
             provider=lambda slot: slot,
             plugins={"tokenizer": plugin, "task": DPO},
         ),

@@ -18,6 +18,7 @@ from forge_train_plugins.data.multimodal import Multimodal
 from forge_train_plugins.data.text import Text
 from forge_train_plugins.modalities._vision.modality import Clips, Pictures
 from forge_train_plugins.modalities.vision import Image, Video
+from forge_train_tools.testing import run_forge
 from items_data import FEATURES, Scan, job, scan, write_records, write_scans
 
 pytestmark = [pytest.mark.unit]
@@ -159,3 +160,16 @@ def test_memory_that_is_short_says_nothing_of_an_item(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Scan, "read", short)
     with pytest.raises(Exception, match="no room"):
         next(loader)
+
+
+def test_data_without_items_is_told_where_the_model_takes_some_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_records(tmp_path / "data.jsonl", [{"text": f"a<scan> {at}", "scans": ["0.npy"]} for at in range(99)])
+    settings = {"text.path": str(file), "text.cache": str(tmp_path / "cache")}
+    run_forge(("text", "items_data:Scans"), settings, steps=1, folder=tmp_path / "run")
+    (said,) = (one.getMessage() for one in caplog.records if "take in items" in one.getMessage())
+    assert "'<scan>' in a text is a word" in said
+    caplog.clear()
+    run_forge(("scans:Scans",), steps=1, folder=tmp_path / "made")
+    assert "take in items" not in caplog.text, "a plugin that makes items out of batches"

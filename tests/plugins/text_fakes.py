@@ -30,8 +30,11 @@ class Shown(logging.Handler):
 def job(
     *, sequence: int = 8, micro_batch: int = 2, rank: int = 0, ranks: int = 1, seed: int = 0, tokenizer: Any = None
 ) -> Any:
+    def call(spec: Any, arguments: Any) -> Any:
+        return (tokenizer or ByteTokenizer()) if spec.name == "tokenizer" else []
+
     return SimpleNamespace(
-        hooks=SimpleNamespace(call=lambda spec, arguments: tokenizer or ByteTokenizer()),
+        hooks=SimpleNamespace(call=call),
         config=SimpleNamespace(train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch, evaluate_every=0)),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
         device=torch.device("cpu"),

@@ -66,9 +66,12 @@ class DataPlugin(Plugin):
 
     def loader(self, stream: Stream, job: Job, split: Side = "validation") -> Loader:
         """The loader of a stream, which reads ahead as configured if it is for training."""
+        from .items import warn_of_none
         from .loader import StreamLoader, warn_of_few
 
         warn_of_few(getattr(stream, "samples", None), job)
+        if split == "train" and getattr(stream, "costs", None) is None:
+            warn_of_none(job)
         return StreamLoader(stream, job, self.prefetch(split), self.on_skip)
 
     def prefetch(self, split: Side) -> Prefetch:

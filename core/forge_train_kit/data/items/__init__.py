@@ -1,7 +1,7 @@
 """Items beside text, such as images: found in records, prepared with their tokens, and read with their rows."""
 
 from .extras import RowItems, item_axes, padded
-from .fields import ItemFields, no_items
+from .fields import ItemFields, no_items, warn_of_none
 from .kept import Kept
 from .marks import MarkingTokenizer
 from .prompts import ItemPrompts, PromptItems, in_folder, prompts_of
@@ -26,4 +26,5 @@ __all__ = [
     "opened",
     "padded",
     "prompts_of",
+    "warn_of_none",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from forge_train.base.errors import ForgeError, describe, nearest
 from forge_train.base.format import format_list
 
 from ...enabled_modalities import enabled_modalities
+from ...hookspecs import modalities
 from ...modalities import ItemSource, Modality
 from ...stores.addresses import is_remote
 from ..files import find
@@ -23,6 +25,8 @@ from .notes import FORMAT
 if TYPE_CHECKING:
     from forge_train import Job
 
+
+log = logging.getLogger("forge_train")
 
 Broken = Literal["stop", "skip", "replace"]
 """Treatment of an item that can't be read: an error, its record is left out, or an empty item stands in for it."""
@@ -181,6 +185,20 @@ def no_items(job: Job) -> dict[str, RowItems]:
     """A row without items of the modalities of a run."""
     sequence = job.config.train.sequence
     return {name: RowItems.none(one.features, sequence) for name, one in enabled_modalities(job).items()}
+
+
+def warn_of_none(job: Job) -> None:
+    """Warn where a run's model takes in items and its data has none; a plugin may add them to batches."""
+    for plugin, given in modalities(job):
+        if not given or not job.dist.main or plugin in job.hooks.implementers("prepare_batch"):
+            continue
+        log.warning(
+            "Plugin %r has the model take in items, and the data gives none: their fields in records are not read, and "
+            "%s in a text is a word. Enable a data plugin that reads items, or leave %s out.",
+            plugin,
+            format_list(repr(one.placeholder) for one in given),
+            plugin,
+        )
 
 
 def called(modality: Modality, method: str, source: ItemSource) -> Any:
