@@ -28,7 +28,7 @@ def job(tokenizer: Any) -> Any:
     return SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(micro_batch=MICRO_BATCH, sequence=SEQUENCE)),
         dist=SimpleNamespace(data_rank=0, data_ranks=1),
-        hooks=SimpleNamespace(call=lambda spec, arguments: tokenizer),
+        hooks=SimpleNamespace(call=lambda spec, arguments: [] if spec.name == "modalities" else tokenizer),
         seed=0,
         device=torch.device("cpu"),
     )

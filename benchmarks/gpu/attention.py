@@ -66,7 +66,7 @@ def check(size: Size, kernel: str, precision: str, **section: Any) -> list[Row]:
     backend = section.get("backend", "auto")
     for length in size.choose(LENGTHS, TOY):
         for flags in asked_for(able):
-            masked = bool({"documents", "windows"} & set(flags))
+            masked = bool({"documents", "windows", "prefixes"} & set(flags))
             if backend != "auto" and missing_backend(backend, device, precision, masked=masked):
                 continue
             for name, keywords in ways(flags, length, device):
@@ -102,6 +102,7 @@ def ways(flags: tuple[str, ...], length: int, device: torch.device) -> Iterator[
         "log_sum_exp": {"log_sum_exp": True},
         "blocks": {"queries": some, "offset": length - some // 2, "document_ids": None, "query_document_ids": None},
         "lengths": {"queries": 1, "lengths": torch.tensor([some], device=device)},
+        "prefixes": {"prefix_ends": some * (torch.arange(length, device=device) < some)[None]},
     }
     keywords: dict[str, Any] = {}
     for flag in flags:
