@@ -75,8 +75,8 @@ class Borderless(Wrapping):
 
 
 class BorderlessRanks(Ranks):
-    def _found(self, slices: Tensor | None, each: int) -> Sequences:
-        found = super()._found(slices, each)
+    def _found(self, slices: Tensor | None, each: int, ends: Tensor | None) -> Sequences:
+        found = super()._found(slices, each, ends)
         if found.starts is None:
             return found
         starts = found.starts.clone()
