@@ -99,6 +99,6 @@ def measure(folder: str, plugins: Sequence[str], config: Mapping[str, Any], pres
     }
 
 
-def without(preset: str, plugins: Sequence[str]) -> tuple[str, ...]:
+def without(preset: str, plugins: Sequence[str] = ()) -> tuple[str, ...]:
     beside = ("text",) if "multimodal" in plugins else ()
     return ("sample", *beside) if preset == "quickstart" else beside
