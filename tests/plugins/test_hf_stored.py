@@ -137,6 +137,7 @@ def test_an_expert_that_is_missing_is_named_as_in_the_files(tmp_path: Path, way:
 
 def test_operations_without_a_counterpart_leave_the_names_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a folder is then refused by name, and never read in another order."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import MergeModulelist
 
     class Turned(MergeModulelist):
@@ -145,7 +146,7 @@ def test_operations_without_a_counterpart_leave_the_names_of_the_class(monkeypat
     config = transformers.AutoConfig.for_model("olmoe", **SPARSE)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    declared = transformers.conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    declared = get_model_conversion_mapping(model, add_legacy=False)
     for one in declared:
         if hasattr(one, "operations"):
             one.operations = [Turned(dim=0), *one.operations[1:]]
