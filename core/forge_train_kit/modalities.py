@@ -70,7 +70,12 @@ class Modality(Protocol):
     vectors that count like tokens. And it may declare `smallest()`, the `Grid` of its smallest item, which stands in
     for one that can't be read where a run asks for that. With `texts(source)`, a text for each of as many equal groups
     of an item's frames, each group has its text before it, and counts as an item of its own; where a fusion gives an
-    item one position, all texts stand before that, and the item stays one.
+    item one position, all texts stand before that, and the item stays one. With `written(source)`, a text with the
+    placeholder once for each feature vector, that text stands in the place of an item's placeholder, unless a fusion
+    gives an item one position.
+
+    A model that is a class of another library takes items without a fusion: a modality for it declares
+    `keywords(values, grids)`, arguments of the class by name, for `[patches, features]` and `[items, 3]` of all rows.
 
     It is pickled where data is read by processes, so it holds options, not tensors. It may declare `example()`, an
     `Item` of zeros of the largest size that its options allow, or of a usual one: `forge plan` counts with it.

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from forge_train import MASKED, Batch, ConfigError
+from forge_train.base.errors import PluginError
 from forge_train_kit.data.plugin import Prefetch
 from forge_train_kit.data.prepare import Preparation, Report, prepare
 from forge_train_kit.data.reading import SampleError
+from forge_train_kit.modalities import ItemSource
 from forge_train_plugins.data.mixture import Mixture, Source
 from forge_train_plugins.data.multimodal import Multimodal
 from forge_train_tools.testing import run_forge
@@ -98,6 +100,36 @@ def test_an_item_takes_one_position_where_the_fusion_gives_it_one(tmp_path: Path
     assert batch.inputs[0, :5].tolist() == [97, END, 98, END, END]
     assert batch.extras["scan_places"][0, :6].tolist() == [-1, 0, -1, 1, -1, -1]
     assert batch.extras["scan_grids"][0].tolist() == [[1, 1, 4], [1, 1, 3]]
+
+
+class Framed(Scan):
+    """Text among the vectors, and after the last one."""
+
+    missing = 0
+
+    def written(self, source: ItemSource) -> str:
+        count = self.positions(self.measure(source)) - self.missing
+        return f"[{'<scan>'.join(map(str, range(count)))}<scan>]"
+
+
+@pytest.mark.parametrize("store", ["references", "decoded"])
+def test_an_item_may_have_text_among_its_vectors(tmp_path: Path, store: Any) -> None:
+    given = [{"text": "a<scan>b<scan>", "scans": write_scans(tmp_path, [2, 1])}]
+    batch = next(plugin(tmp_path, given, store=store).build_data(job(Framed()), "train"))
+    shown = [ord(one) if one != "*" else END for one in "a[0*1*]b[0*]"]
+    assert batch.inputs[0, :13].tolist() == [*shown, END]
+    assert batch.labels[0, :13].tolist() == [*[MASKED] * 6, ord("b"), *[MASKED] * 4, END, MASKED]
+    assert batch.extras["scan_places"][0, :13].tolist() == [-1, -1, -1, 0, -1, 1, -1, -1, -1, -1, 2, -1, -1]
+    assert batch.extras["scan_grids"][0].tolist() == [[1, 1, 2], [1, 1, 1]]
+    assert batch.extras["scan_values"][0].equal(torch.from_numpy(np.concatenate([scan(0, 2), scan(1, 1)])))
+
+
+def test_a_text_with_other_than_a_placeholder_for_each_vector_is_told(tmp_path: Path) -> None:
+    wrong = Framed()
+    wrong.missing = 1
+    given = [{"text": "a<scan>", "scans": write_scans(tmp_path, [3])}]
+    with pytest.raises(PluginError, match=r"'scan': its text has 2 placeholders, .* the grid \(1, 1, 3\) 3 vectors"):
+        plugin(tmp_path, given).build_data(job(wrong), "train")
 
 
 def test_a_batch_without_items_has_one_patch_of_zeros(tmp_path: Path) -> None:

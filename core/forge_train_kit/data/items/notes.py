@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ...modalities import Grid
 from ..shard import Ids
 
-FORMAT = 3
+FORMAT = 4
 """Number of the format; records of other formats are prepared again."""
 
 
@@ -38,6 +38,8 @@ class Noted(NamedTuple):
     is not divided."""
     dtype: str = ""
     """Of its values, if the bytes are these, decoded when the record was prepared; empty if they are encoded."""
+    runs: tuple[int, ...] = ()
+    """Tokens of text and vectors in turn, text first, of an item with text among its vectors; empty for others."""
 
     @property
     def missing(self) -> bool:
@@ -47,6 +49,8 @@ class Noted(NamedTuple):
     @property
     def stretches(self) -> list[tuple[int, int, Grid]]:
         """Its groups, or the whole item: where the positions of each begin in it, their number, and its grid."""
+        if self.runs:
+            return [(self.runs[0], self.length - self.runs[0], self.grid)]
         frames, *sides = self.grid
         lead = self.lead or (0,)
         width = (self.length - sum(lead)) // len(lead)
@@ -56,6 +60,10 @@ class Noted(NamedTuple):
     def places(self, first: int) -> NDArray[np.int64]:
         """Its feature vectors, or items, by position: numbers from `first` on, and −1 for text."""
         found = np.full(self.length, -1, np.int64)
+        if self.runs:
+            kinds = np.arange(len(self.runs)) % 2 == 1
+            found[np.repeat(kinds, self.runs)] = first + np.arange(self.vectors)
+            return found
         for number, (at, width, _) in enumerate(self.stretches):
             found[at : at + width] = first + number * width + np.arange(width)
         return found
@@ -82,5 +90,8 @@ class Table:
         return cls(
             file,
             place,
-            tuple(Noted._make([*one[:4], tuple(one[4]), *one[5:9], tuple(one[9]), one[10]]) for one in items),
+            tuple(
+                Noted._make([*one[:4], tuple(one[4]), *one[5:9], tuple(one[9]), one[10], tuple(one[11])])
+                for one in items
+            ),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import posixpath
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forge_train import ConfigError
 from forge_train.base.errors import PluginError
@@ -124,15 +126,18 @@ class Weaver:
         """An item, and the tokens of the text before each of its groups."""
         modality, source = self.fields.modalities[name], found.source(where)
         texts = called(modality, "texts", source) if hasattr(modality, "texts") else ()
+        among = hasattr(modality, "written") and not self.fields.alone
+        written = called(modality, "written", source) if among else ""
         if not self.fields.decoded:
             place = self._relative(found.path), found.offset, found.size, found.digest
-            return self._placed(name, position, called(modality, "measure", source), place, texts)
+            return self._placed(name, position, called(modality, "measure", source), place, texts, written=written)
         item: Item = called(modality, "read", source)
         if item.values.shape != (shape := (math.prod(item.grid), modality.features)):
             raise PluginError(f"Modality {name!r}: read gave {item.values.shape} values, and its grid says {shape}.")
         content = item.values.tobytes()
         at, digest = self.kept.add(content)
-        return self._placed(name, position, item.grid, ("", at, len(content), digest), texts, item.values.dtype.str)
+        place = "", at, len(content), digest
+        return self._placed(name, position, item.grid, place, texts, item.values.dtype.str, written)
 
     def _missing(self, name: str, position: int) -> tuple[Noted, list[Ids]]:
         """An empty item."""
@@ -147,6 +152,7 @@ class Weaver:
         place: tuple[str, int, int, str],
         texts: Sequence[str] = (),
         dtype: str = "",
+        written: str = "",
     ) -> tuple[Noted, list[Ids]]:
         modality = self.fields.modalities[name]
         texts = ["".join(texts)] if texts and self.fields.alone else texts  # before its one position
@@ -154,10 +160,19 @@ class Weaver:
         vectors, groups = int(modality.positions(grid)), max(1, len(texts))
         if grid[0] % groups or modality.positions((grid[0] // groups, *grid[1:])) * groups != vectors:
             raise PluginError(f"Modality {name!r}: {groups} texts do not divide an item with the grid {grid} evenly.")
-        written: list[Ids] = [np.asarray(self.tokenizer.encode(text), np.uint32) for text in texts]
-        lead = tuple(map(len, written))
+        if written:
+            ids = np.asarray(self.tokenizer.encode(written), np.uint32)
+            runs = _runs(places := ids >= self.tokenizer.vocabulary)
+            if (found := int(places.sum())) != vectors:
+                raise PluginError(
+                    f"Modality {name!r}: its text has {found} placeholders, and an item with the grid {grid} {vectors} "
+                    "vectors."
+                )
+            return Noted(name, position, len(ids), vectors, grid, *place, (), dtype, runs), [ids[~places]]
+        before: list[Ids] = [np.asarray(self.tokenizer.encode(text), np.uint32) for text in texts]
+        lead = tuple(map(len, before))
         length = sum(lead) + (1 if self.fields.alone else vectors)
-        return Noted(name, position, length, vectors, grid, *place, lead, dtype), written
+        return Noted(name, position, length, vectors, grid, *place, lead, dtype), before
 
     def _written(self, one: Noted, texts: Sequence[Ids]) -> Ids:
         """The tokens at an item's positions."""
@@ -173,3 +188,9 @@ class Weaver:
     def _relative(self, path: str) -> str:
         """A path without the folder of all data files, which may move; an address as it is."""
         return posixpath.relpath(path, self.fields.root) if path.startswith("/") else path
+
+
+def _runs(places: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Lengths of the stretches of False and True in turn, False first."""
+    borders = np.flatnonzero(np.diff(places, prepend=False)).tolist()
+    return tuple(stop - start for start, stop in itertools.pairwise([0, *borders, len(places)]))
