@@ -13,6 +13,7 @@ LEFT_OUT = {
     **dict.fromkeys(("aim", "mlflow", "trackio", "wandb"), "sends what the loop has logged, and starts a service"),
     "profile": "torch's profiler asks a driver that is not there",
     "hf": "builds transformers' models, whose code is not ours",
+    "hf_images": "is read by hf",
     "hf_datasets": "reads from another library; its rows reach the device as those of text do",
     "multimodal": "reads records; their items reach the device as those of `images` do",
     "mixture": "mixes sources; their rows reach the device as those of text do",

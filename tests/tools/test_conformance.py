@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
+import hf_images
 import items_data
 from crossed import marked
 from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimpl
@@ -73,6 +74,14 @@ def of_records(name: str, folder: Path) -> dict[str, Any]:
         records = [{"text": f"line {number}\n" * 20} for number in range(400)]
         datasets.Dataset.from_list(records).save_to_disk(folder / "records")
         return {"hf_datasets.path": str(folder / "records"), "hf_datasets.cache": str(folder / "cache")}
+    if name == "hf_images":
+        source = hf_images.saved(folder / "llava", "llava")
+        texts = [" ".join("abcdefgh"[at >> 3 * place & 7] for place in range(3)) for at in range(400)]
+        given = [{"text": text, "images": []} for text in texts]
+        given[::2] = [{"text": f"<image> {text}", "images": ["a.png"]} for text in texts[::2]]
+        path = str(items_data.write_records(source / "rows.jsonl", given))
+        data = {"multimodal.path": path, "multimodal.cache": str(folder / "cache"), "multimodal.held_out": 0.3}
+        return {"hf.weights": str(source), **data, "plugins": ["hf", "multimodal"]}
     scans = items_data.write_scans(folder, (1, 3, 2, 4))
     marked = [{"text": f"say {at} <scan>", "scans": [scans[at % 4]]} for at in range(400)]
     path = str(items_data.write_records(folder / "records.jsonl", marked))
@@ -100,7 +109,7 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
             "plugins": ["pair_task:Contrast"],
         }
         return {"text_pairs.path": str(folder / "pairs.jsonl"), **more}
-    if name in ("hf_datasets", "multimodal"):
+    if name in ("hf_datasets", "hf_images", "multimodal"):
         return of_records(name, folder)
     judged = name in ("kto", "text_feedback")
     if judged or name in ("classify", "token_classify", "text_labels", "embed", "reward", "dpo"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from forge_train import Ge, Gt, Job, Plugin, Problem, hookimpl, section
+from forge_train import Ge, Gt, Job, Le, Plugin, Problem, hookimpl, section
 from forge_train_kit.hf import HFAround, HFModel
 from forge_train_kit.modalities import Modality
 
@@ -178,3 +178,33 @@ class ImageTiles(Plugin):
         from ._tiles.modality import TiledPictures
 
         return write(self.config, TiledPictures(self.config), layout, job)
+
+
+class HFImages(Plugin):
+    """Images for a class of `transformers`, read by the processor that came with it.
+
+    The processor is described by the files beside the tokenizer: it decides how an image becomes pixels, which tokens
+    stand for it, and how many.
+    """
+
+    api = (1, 0)
+    requires = ("hf", "tokenizer")
+    needs: ClassVar[Mapping[str, str]] = {
+        "transformers": "pip install 'forge-train[hf]'",
+        "PIL": "pip install 'forge-train[images]'",
+    }
+
+    @section
+    class Config:
+        max_pixels: Annotated[int, Gt(0), Le(89_478_485)] = 50_000_000
+        """Images with more pixels are refused before they are decoded. Pillow itself stops at 89,478,485."""
+        max_bytes: Annotated[int, Gt(0)] = 100_000_000
+        """Files with more bytes are refused before they are read."""
+
+    config: Config
+
+    @hookimpl
+    def modalities(self, job: Job) -> list[Modality]:
+        from ._processed.modality import ProcessedPictures
+
+        return [ProcessedPictures.of(self.config, job)]

@@ -28,7 +28,7 @@ class HF(Plugin):
     the plan for tensor parallelism, `base_model_pp_plan` names the stages of a pipeline, and `base_model_ep_plan` the
     experts that `ep` spreads over ranks. If a class uses the library's attention interface, the run's attention kernel
     computes its attention: it keeps documents apart and works with `cp`. Other classes compute attention themselves.
-    Classes that read images too are given text alone.
+    Classes that read images too are given text alone, unless `hf_images` is enabled.
     The heads of `classify`, `token_classify`, `embed` and `reward` take the place of the class's own.
     """
 

@@ -102,12 +102,12 @@ def upright(image: Image.Image) -> tuple[int, int]:
 def pixels(
     image: Image.Image,
     source: ItemSource,
-    size: tuple[int, int],
+    size: tuple[int, int] | None,
     *,
     crop: bool = False,
     resample: Image.Resampling = Image.Resampling.BICUBIC,
 ) -> NDArray[np.uint8]:
-    """Decode an image, turn it upright, and resize it: `[height, width, 3]`, red, green and blue.
+    """Decode an image, turn it upright, and resize it if a size is given: `[height, width, 3]`, red, green and blue.
 
     Transparency is laid over white. 16 bits are divided by 257.
 
@@ -120,7 +120,7 @@ def pixels(
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.asarray(resized(image.convert("RGB"), size, crop=crop, resample=resample))
+    return np.asarray(resized(image.convert("RGB"), size or image.size, crop=crop, resample=resample))
 
 
 def resized(

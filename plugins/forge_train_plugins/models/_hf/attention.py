@@ -172,7 +172,15 @@ def _say_all(found: Sequence[AttentionOptions], masks: Sequence[str], layers: Se
 def take(model: nn.Module, kernel: AttentionKernel, asked: Asked) -> None:
     """Have the attention modules call a kernel."""
     config: Any = model.config
+    known = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
+    own = {key: one._attn_implementation for key, one in known.items() if hasattr(one, "_attn_implementation")}
     config._attn_implementation = NAME
+    kept = {
+        id(config),
+        *(id(getattr(module, "config", None)) for module in model.modules() if id(module) in asked.heads),
+    }
+    for key in own.keys() - kept:  # of encoders, whose attention is the class's
+        known[key]._attn_implementation = own[key]
     for module in model.modules():
         if id(module) in asked.heads:
             target: Any = module

@@ -15,13 +15,13 @@ from forge_train.base.errors import describe
 from forge_train.base.format import format_list
 from forge_train_kit import hookspecs, kernels
 from forge_train_kit.capabilities import KernelCapabilities, capabilities_of
-from forge_train_kit.enabled_modalities import enabled_modalities
 from forge_train_kit.heads import HeadSpec
 from forge_train_kit.model import Dropout
 
 from . import attention, experts, stages
 from .config import model_class
 from .head import head_of
+from .items import items_of
 from .model import CausalLM, Facts, no_documents
 from .weights import Drawn, Stored
 
@@ -39,7 +39,6 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
         ConfigError: naming what the class lacks.
     """
     kind = model_class(config)
-    _check_items(kind.__name__, job)
     config._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
     try:
         model = kind(config)
@@ -71,7 +70,9 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
                 "tp and cp can't split it; enable a kernel that does, such as eager."
             )
     reached = asked.documents if asked is not None else set()
-    reaches = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
+    reaches = all(
+        any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in _read(model, units)
+    )
     isolates = kernel and reaches
     for reason, needs in kernels.needs_of(job.hooks, job.config):
         if needs.documents and not isolates:
@@ -89,18 +90,10 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     tp = job.dist.layout.tp
     piece = (job.dist.mesh("dense", "tp").get_local_rank(), tp) if tp > 1 else (0, 1)
     made = CausalLM(base, inner, head, drawn, facts, units, piece)
+    made.items = items_of(model, inner, job)
     if weights:
         made.stored = Stored(weights, model, base, headless=given != "token_logits")
     return made
-
-
-def _check_items(name: str, job: Job) -> None:
-    """Raises ConfigError if a plugin gives items, which nothing would read."""
-    if items := enabled_modalities(job):
-        raise ConfigError(
-            f"hf: {name} is given token ids alone, and nothing would read {format_list(items)}; leave the plugin out, "
-            "or take a model that `decoder` builds."
-        )
 
 
 def _ways_out(job: Job, needs: KernelCapabilities | None) -> str:
@@ -138,6 +131,13 @@ def _units(model: Any) -> tuple[str, ...]:
         if type(module).__name__ in kinds and not any(path.startswith(f"{above}.") for above in found):
             found.append(path)
     return tuple(found)
+
+
+def _read(model: Any, units: tuple[str, ...]) -> list[str]:
+    """The units that tokens pass, without those of an encoder of images."""
+    decoder = model.get_decoder()
+    path = next((f"{path}." for path, one in model.named_modules() if one is decoder and path), "")
+    return [unit for unit in units if unit.startswith(path)]
 
 
 def _check_values(model: nn.Module) -> None:

@@ -10,6 +10,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -22,7 +24,7 @@ from forge_train.base.format import format_list
 from forge_train_kit.hf.folder import CONFIG, is_hugging_face, table
 from forge_train_kit.tokenizer import Tokenizer
 
-VOCABULARY = "vocab_size"
+VOCABULARY, TEXT = "vocab_size", "text_config"
 LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 """Keys that belong to a head; the head's plugin sets them."""
 HEADS: Mapping[str, tuple[str, Any]] = {
@@ -97,7 +99,7 @@ def of(
         if key in known:
             raise ConfigError(f"hf.extra.{key}: the configuration of {model_type!r} lists it; set it in hf.set.")
     try:
-        config = kind.from_dict({**stored, **changes, **extra})
+        config = kind.from_dict({**stored, **_within(kind, stored, changes), **extra})
     except Exception as error:  # a class may raise anything
         raise ConfigError(
             f"hf.set: transformers rejects this configuration of {model_type!r}: {describe(error)}"
@@ -134,15 +136,16 @@ def fits_folder(config: PreTrainedConfig, changes: Mapping[str, Any], path: str)
 
 
 def config_class(model_type: str) -> type[PreTrainedConfig]:
-    """The configuration class of a type that has a causal language model.
+    """The configuration class of a type that has a causal language model, or one that takes images too.
 
     Raises:
         ConfigError: with the nearest names.
     """
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    if model_type in names:
         kind: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
         return kind
-    known = nearest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    known = nearest(model_type, names)
     if model_type in CONFIG_MAPPING:
         raise ConfigError(f"hf: transformers has no causal language model of type {model_type!r}.{known}")
     raise ConfigError(
@@ -158,6 +161,8 @@ def model_class(config: PreTrainedConfig, given: str = "token_logits") -> Any:
         ConfigError: if transformers has none.
     """
     what, classes = HEADS[given]
+    if given == "token_logits" and type(config) not in classes:
+        classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if type(config) not in classes:
         raise ConfigError(f"hf: transformers has no class for {what} of type {config.model_type!r}.")
     found = classes[type(config)]
@@ -168,13 +173,25 @@ def vocabulary(config: PreTrainedConfig) -> int:
     return int(getattr(config.get_text_config(), VOCABULARY))
 
 
+def _within(kind: type[PreTrainedConfig], stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes, where those of a configuration inside this one leave its other keys as they are stored."""
+    found = dict(changes)
+    for key in kind.sub_configs.keys() & changes.keys() & stored.keys():
+        if isinstance(changes[key], Mapping) and isinstance(stored[key], Mapping):
+            found[key] = {**stored[key], **changes[key]}
+    return found
+
+
 def _from_scratch(model_type: str, changes: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The changes for a new model: it has the tokenizer's vocabulary and none of the published model's special tokens,
     because an embedding does not train the row of its padding token."""
-    known = vars(config_class(model_type)())
-    if tokenizer is None and VOCABULARY not in changes:
+    kind = config_class(model_type)
+    known = vars(kind())
+    inside = VOCABULARY not in known and TEXT in kind.sub_configs
+    given = changes.get(TEXT, {}) if inside else changes
+    if tokenizer is None and VOCABULARY not in given:
         raise ConfigError(f"hf.set.{VOCABULARY}: no enabled plugin provides a tokenizer to take it from; set it.")
-    start: dict[str, Any] = {key: None for key in SPECIAL if key in known}
+    start: dict[str, Any] = {key: None for key in SPECIAL if inside or key in known}
     if tokenizer is not None:
         start[VOCABULARY] = tokenizer.vocabulary
-    return {**start, **changes}
+    return {**changes, TEXT: {**start, **given}} if inside else {**start, **changes}

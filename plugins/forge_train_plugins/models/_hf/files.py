@@ -57,16 +57,8 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
     given = _given(config)
     with torch.device("meta"):
         patterns = leftovers(model_class(config, given)(config))
-    default, own = type(config)().to_dict(), config.to_dict()
-    changed = {key: one for key, one in own.items() if key in (*SPECIAL, VOCABULARY) or one != default.get(key)}
-    changed = {key: one for key, one in changed.items() if key != "model_type" and key not in LABELS}
-    if unset := [key for key, one in changed.items() if one is None and key not in SPECIAL and key in default]:
-        raise ConfigError(
-            f"hf: {format_list(unset)} is null in config.json, which a configuration in TOML can't express. Train from "
-            "the folder itself, with hf.weights."
-        )
-    changed = {key: one for key, one in changed.items() if one is not None}
-    known = {*listed(type(config)), *default}
+    changed = _changed(config)
+    known = {*listed(type(config)), *type(config)().to_dict()}
     extra = {key: changed.pop(key) for key in sorted(changed.keys() - known)}
     section = {"type": config.model_type, "set": changed} | ({"extra": extra} if extra else {})
     sections: dict[str, Mapping[str, Any]] = {"hf": section, **_head_section(config, given)}
@@ -82,6 +74,27 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
         sections=sections,
         leftovers=tuple(f"{beside}.*(?:{pattern}).*" for pattern in patterns),
     )
+
+
+def _changed(config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys whose values are not those that the class has by itself.
+
+    Raises:
+        ConfigError: for one that has no value.
+    """
+    default, own = type(config)().to_dict(), config.to_dict()
+    inside = [key for key in type(config).sub_configs if isinstance(getattr(config, key, None), PreTrainedConfig)]
+    changed = {key: one for key, one in own.items() if key in (*SPECIAL, VOCABULARY) or one != default.get(key)}
+    changed = {key: one for key, one in changed.items() if key not in ("model_type", *LABELS, *inside)}
+    if unset := [key for key, one in changed.items() if one is None and key not in SPECIAL and key in default]:
+        raise ConfigError(
+            f"hf: {format_list(unset)} is null in config.json, which a configuration in TOML can't express. Train from "
+            "the folder itself, with hf.weights."
+        )
+    # A configuration inside this one may be of any type, and then has that one's defaults.
+    parts = {key: getattr(config, key) for key in inside}
+    nested = {key: {"model_type": one.model_type, **_changed(one)} for key, one in parts.items()}
+    return {**{key: one for key, one in changed.items() if one is not None}, **nested}
 
 
 def _given(config: PreTrainedConfig) -> str:

@@ -18,6 +18,7 @@ from forge_train_kit.model import Slots, TensorStyle, flops_per_token
 
 from . import plan
 from .attention import ClassSlots
+from .items import Items
 from .stages import Staging
 from .weights import Drawn, Stored
 
@@ -78,6 +79,8 @@ class CausalLM(nn.Module):
         self.base, self._units, self._facts, self._drawn, self._tensor_rank = base, units, facts, drawn, piece
         self.stored: Stored | None = None
         """Initial weights from files, if there are any."""
+        self.items: Items | None = None
+        """Images that the class is given, if it is."""
         self.config = inner.config
         self.add_module(base, inner)
         self.head: nn.Module | None = head
@@ -96,15 +99,23 @@ class CausalLM(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: Any = None,
+        **extras: Tensor,
     ) -> Tensor:
         """Hidden states `[batch, sequence, dim]` for token ids `[batch, sequence]`, or for the hidden states of the
-        previous part; normed in the last part."""
+        previous part; normed in the last part. `extras` are those of items."""
         together = isinstance(cache, ClassSlots)
         asked: dict[str, Any] = {"use_cache": cache is not None and not together}
         if document_ids is not None:
             if not self._facts.isolates:
                 raise ConfigError(f"{no_documents(type(self._inner).__name__)}.")
             asked["document_ids"] = document_ids
+        zero: Tensor | float = 0.0
+        if self.items is not None:
+            if self.items.along_axes:
+                along = self.items.positions(self._inner, x, extras, document_ids, cache)
+                position_ids = position_ids if along is None else along
+            given, zero = self.items.given(self._inner, extras)
+            asked |= given
         if position_ids is None and self._facts.kernel and cache is None:
             # Under sequence parallelism the class would count only the tokens of this rank's piece.
             position_ids = torch.arange(self._length(x), device=x.device)[None]
@@ -114,7 +125,7 @@ class CausalLM(nn.Module):
             asked["slots" if together else "past_key_values"] = cache
         if self.head is not None and self._first:
             hidden: Tensor = self._inner(input_ids=x, **asked)[0]
-            return hidden
+            return hidden if isinstance(zero, float) else hidden + zero.to(hidden.dtype)
         return self._piece(x, asked)
 
     def _piece(self, x: Tensor, asked: Mapping[str, Any]) -> Tensor:
@@ -246,7 +257,8 @@ class CausalLM(nn.Module):
         config = self.config.get_text_config()
         others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
         by_length = re.search("dynamic|longrope", str([getattr(config, one, None) for one in _ROPE]))
-        if not self._facts.isolates or "position_ids" not in self._takes or others or by_length:
+        along_axes = self.items is not None and self.items.along_axes
+        if not self._facts.isolates or "position_ids" not in self._takes or others or by_length or along_axes:
             raise TypeError(f"rows of {type(self._inner).__name__} can't continue side by side")
         if getattr(self._inner, "_is_stateful", False):
             raise TypeError(f"{type(self._inner).__name__} keeps states")

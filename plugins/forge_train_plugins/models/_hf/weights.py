@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from forge_train import ConfigError
 from forge_train_kit.format import format_lines
@@ -85,7 +85,16 @@ class Drawn:
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.fill_(start)
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-            module.apply(self._model._init_weights)
+            above = [self._model.get_submodule(path[:at]) for at, one in enumerate(path) if one == "."]
+            _initialise(module, [one for one in (self._model, *above) if isinstance(one, PreTrainedModel)][-1])
+
+
+def _initialise(module: nn.Module, owner: Any) -> None:
+    """Initialise a module as the innermost model of the library around it does, such as an encoder."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child in module.children():
+        _initialise(child, owner)
+    owner._init_weights(module)
 
 
 def leftovers(model: Any) -> tuple[str, ...]:
