@@ -27,20 +27,23 @@ VISION: dict[str, Any] = {
 }
 QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 GRID = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SPECIAL = {
     "llava": ("<image>",),
     "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *GRID),
-    "qwen2_5_vl": QWEN_SPECIAL,
+    "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+    **dict.fromkeys(QWEN, QWEN_SPECIAL),
 }
 KINDS = tuple(SPECIAL)
-PROMPTS = {
-    "llava": ("a b <image> c d", "<image> e <image> f a b"),
-    "idefics3": ("a b <image> c d", "<image> e <image> f a b"),
-    "qwen2_5_vl": (
-        "a b <|vision_start|> <|image_pad|> <|vision_end|> c d",
-        "<|vision_start|> <|image_pad|> <|vision_end|> e <|vision_start|> <|image_pad|> <|vision_end|> f a b",
-    ),
-}
+
+
+def prompts(kind: str) -> tuple[str, str]:
+    """A text with one image, and one with two."""
+    image = SPECIAL[kind][0]
+    image = f"<|vision_start|> {image} <|vision_end|>" if kind in QWEN else image
+    return f"a b {image} c d", f"{image} e {image} f a b"
+
+
 SIZES = {"a": (20, 20), "b": (40, 24), "c": (33, 64)}
 """Picture → width and height."""
 
@@ -69,23 +72,37 @@ def config(kind: str) -> Any:
             image_token_id=known.index("<image>"),
             scale_factor=2,
         )
-    vision = {
-        "depth": 2,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-    }
+    if kind == "internvl":
+        return transformers.InternVLConfig(
+            vision_config={**VISION, "image_size": (16, 16), "patch_size": (4, 4)},
+            text_config=transformers.Qwen2Config(**text),
+            image_token_id=known.index("<IMG_CONTEXT>"),
+            image_seq_length=4,
+        )
+    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4}
+    vision |= {
+        "qwen2_vl": {"embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2},
+        "qwen2_5_vl": {
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "out_hidden_size": 32,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        "qwen3_vl": {
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    }[kind]
     rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 2, 1]}
-    ids = {
-        f"{name}_token_id": known.index(f"<|{word}|>")
-        for name, word in (("image", "image_pad"), ("video", "video_pad"))
-    }
+    ids = {f"{name}_token_id": known.index(f"<|{name}_pad|>") for name in ("image", "video")}
     ids |= {f"vision_{end}_token_id": known.index(f"<|vision_{end}|>") for end in ("start", "end")}
-    return transformers.Qwen2_5_VLConfig(vision_config=vision, text_config={**text, "rope_parameters": rope}, **ids)
+    text |= {"rope_parameters": rope, **({"head_dim": 8} if kind == "qwen3_vl" else {})}
+    made: Any = transformers.AutoConfig.for_model(kind, vision_config=vision, text_config=text, **ids)
+    return made
 
 
 def reference(kind: str) -> Any:
@@ -112,16 +129,19 @@ def saved(folder: Path, kind: str, model: Any = None) -> Path:
     known.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     known.add_special_tokens(["</s>", *SPECIAL[kind]])
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=known, eos_token="</s>", unk_token="?", pad_token="</s>"
+        tokenizer_object=known, eos_token="</s>", unk_token="?", pad_token="</s>", **_named(kind)
     )
     tokenizer.save_pretrained(folder)
     _images(kind).save_pretrained(folder)
-    if kind == "llava":
-        more = {"patch_size": 5, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor", **more}))
-    if kind == "idefics3":
-        more = {"processor_class": "Idefics3Processor", "image_seq_len": 4}
-        (folder / "processor_config.json").write_text(json.dumps(more))
+    more: dict[str, dict[str, Any]] = {
+        "llava": {"patch_size": 5, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        "idefics3": {"image_seq_len": 4},
+        "internvl": {"image_seq_length": 4},
+    }
+    names = {"llava": "LlavaProcessor", "idefics3": "Idefics3Processor", "internvl": "InternVLProcessor"}
+    if kind in more:
+        described = {"processor_class": names[kind], **more[kind]}
+        (folder / "processor_config.json").write_text(json.dumps(described))
     draw = torch.Generator().manual_seed(0)
     for name, (width, height) in SIZES.items():
         pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=draw)
@@ -137,5 +157,18 @@ def _images(kind: str) -> Any:
         return transformers.CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size=crop)
     if kind == "idefics3":
         return transformers.Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    if kind == "internvl":
+        return transformers.GotOcr2ImageProcessorPil(
+            size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4
+        )
     size = {"shortest_edge": 64, "longest_edge": 1024}
     return transformers.Qwen2VLImageProcessorPil(size=size, patch_size=4, merge_size=2)
+
+
+def _named(kind: str) -> dict[str, Any]:
+    """Attributes of the tokenizer that a processor asks for."""
+    if kind != "internvl":
+        return {}
+    context, start, end, video = SPECIAL[kind]
+    named = {"context_image_token": context, "start_image_token": start, "end_image_token": end, "video_token": video}
+    return {"extra_special_tokens": named}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 
 import hf_images
+from crossed import marked
+from forge_train import ConfigError
 from forge_train_kit.data.items import ItemPrompts, padded
+from forge_train_plugins.modalities._processed.processor import Processor
 from forge_train_tools import open_model
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
@@ -25,19 +29,22 @@ pytestmark = pytest.mark.unit
 def processed(folder: Path, kind: str, text: str, files: Sequence[Path]) -> dict[str, Any]:
     """What the class's own processor makes of a text and its pictures."""
     pictures = [images.open(file) for file in files]
-    if kind != "qwen2_5_vl":
+    if kind not in (*hf_images.QWEN, "internvl"):
         found: Any = transformers.AutoProcessor.from_pretrained(folder)(
             images=pictures, text=[text], return_tensors="pt"
         )
         return {key: one for key, one in found.items() if key != "attention_mask"}
-    # The library makes this one only where torchvision is installed, for its videos.
+    # The library makes these only where torchvision is installed, for their videos.
     seen: Any = transformers.AutoImageProcessor.from_pretrained(folder)(images=pictures, return_tensors="pt")
-    pad = hf_images.QWEN_SPECIAL[0]
-    for count in (seen["image_grid_thw"].prod(-1) // 4).tolist():
-        text = text.replace(f"{pad} ", "<pad> " * count, 1)
-    known = hf_images.words(kind)
-    ids = torch.tensor([[known.index(word) for word in text.replace("<pad>", pad).split()]])
-    return {"input_ids": ids, "mm_token_type_ids": (ids == known.index(pad)).int(), **seen}
+    image, known = hf_images.SPECIAL[kind][0], hf_images.words(kind)
+    tiles = seen.pop("num_patches", None)
+    counts = seen["image_grid_thw"].prod(-1) // 4 if tiles is None else torch.as_tensor(tiles) * 4
+    for count in counts.tolist():
+        several = ["<pad>"] * count
+        text = text.replace(image, " ".join(several if tiles is None else ["<img>", *several, "</img>"]), 1)
+    ids = torch.tensor([[known.index(word) for word in text.replace("<pad>", image).split()]])
+    kinds = {} if tiles is not None else {"mm_token_type_ids": (ids == known.index(image)).int()}
+    return {"input_ids": ids, **kinds, **seen}
 
 
 def placed(opened: Any, files: Sequence[Path], text: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -56,7 +63,7 @@ def test_logits_and_gradients_are_those_of_the_class(kind: str, tmp_path: Path) 
     # In fp32, the bias of keys has a gradient of rounding alone.
     module: Any = opened.module.double()
     theirs.double()
-    for text, names in zip(hf_images.PROMPTS[kind], ("b", "ca"), strict=True):
+    for text, names in zip(hf_images.prompts(kind), ("b", "ca"), strict=True):
         files = [folder / f"{name}.png" for name in names]
         given = processed(folder, kind, text, files)
         tokens, extras = placed(opened, files, text)
@@ -74,7 +81,11 @@ def test_logits_and_gradients_are_those_of_the_class(kind: str, tmp_path: Path) 
             assert error <= 1e-5, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("kind", hf_images.KINDS)
+LESS = marked(list(hf_images.KINDS), ["llava", "internvl", "qwen2_vl", "qwen3_vl"])
+"""CI has one class with tiles, and one that counts positions along three axes."""
+
+
+@pytest.mark.parametrize("kind", LESS)
 def test_texts_are_those_of_the_class_also_after_an_export(kind: str, tmp_path: Path) -> None:
     theirs = hf_images.reference(kind).eval()
     folder = hf_images.saved(tmp_path / "folder", kind, theirs)
@@ -84,7 +95,7 @@ def test_texts_are_those_of_the_class_also_after_an_export(kind: str, tmp_path: 
     stored = again.state_dict()
     assert all(one.equal(stored[name]) for name, one in theirs.state_dict().items())
     opened = open_model(tmp_path / "imported")
-    for text, names in zip(hf_images.PROMPTS[kind], ("b", "ca"), strict=True):
+    for text, names in zip(hf_images.prompts(kind), ("b", "ca"), strict=True):
         files = [folder / f"{name}.png" for name in names]
         given = processed(tmp_path / "exported", kind, text, files)
         written = again.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=1, pad_token_id=0)
@@ -95,14 +106,14 @@ def test_texts_are_those_of_the_class_also_after_an_export(kind: str, tmp_path: 
         assert shown.split() == [one for one in new if one not in ("?", "</s>", *hf_images.SPECIAL[kind])]
 
 
-@pytest.mark.parametrize("kind", hf_images.KINDS)
+@pytest.mark.parametrize("kind", LESS)
 def test_documents_of_a_row_are_read_as_if_alone(kind: str, tmp_path: Path) -> None:
     folder = hf_images.saved(tmp_path / "folder", kind)
     opened = open_model(folder, plugins=["hf", "hf_images"])
     module: Any = opened.module
     parts = [
         placed(opened, [folder / f"{name}.png" for name in names], text)
-        for text, names in zip(hf_images.PROMPTS[kind], ("b", "ca"), strict=True)
+        for text, names in zip(hf_images.prompts(kind), ("b", "ca"), strict=True)
     ]
     alone = torch.cat([module(tokens, **extras) for tokens, extras in parts], 1)
     tokens = torch.cat([one for one, _ in parts], 1)
@@ -125,7 +136,7 @@ def test_documents_of_a_row_are_read_as_if_alone(kind: str, tmp_path: Path) -> N
     torch.testing.assert_close(together[1:], alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", hf_images.KINDS)
+@pytest.mark.parametrize("kind", LESS)
 def test_a_batch_without_images_runs_the_encoder(kind: str, tmp_path: Path) -> None:
     """Each rank gathers its weights, whichever has an image."""
     folder = hf_images.saved(tmp_path / "folder", kind)
@@ -139,3 +150,54 @@ def test_a_batch_without_images_runs_the_encoder(kind: str, tmp_path: Path) -> N
     assert len(inside) > 10
     assert all(one is not None for one in inside[:10])
     assert not any(one.any() for one in inside if one is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vision_config.attention_dropout": 0.1}, r"off: hf\.set\.vision_config\.attention_dropout = 0\.0"),
+        (
+            {"image_token_id": 3},
+            r"looks for the token 3 at .* and the tokenizer has 10 for <image>; take both from one",
+        ),
+    ],
+)
+def test_a_class_that_does_not_fit_is_told(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    folder = hf_images.saved(tmp_path / "folder", "llava")
+    values = {f"hf.set.{key}": value for key, value in changes.items()}
+    with pytest.raises(ConfigError, match=says):
+        open_model(folder, plugins=["hf", "hf_images"], set=values)
+
+
+@pytest.mark.parametrize(
+    ("removed", "described", "says"),
+    [
+        ("preprocessor_config.json", {}, r"/folder has no preprocessor_config\.json; copy it from the published model"),
+        ("config.json", {"processor_class": None}, "no file in .*/folder describes a processor of transformers"),
+        ("", {"patch_size": None}, "the processor in .*/folder can't be used: TypeError"),
+    ],
+)
+def test_a_processor_that_does_not_fit_is_told(
+    removed: str, described: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    folder = hf_images.saved(tmp_path / "folder", "llava")
+    file = folder / "processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | described))
+    if removed:
+        (folder / removed).unlink()
+    with pytest.raises(ConfigError, match=says):
+        Processor(str(folder))
+
+
+def test_what_a_processor_gives_beside_pixels_is_named(tmp_path: Path) -> None:
+    folder = hf_images.saved(tmp_path / "folder", "llava")
+    sizes = {
+        "size": {"shortest_edge": 20},
+        "crop_size": {"height": 20, "width": 20},
+        "image_grid_pinpoints": [[20, 40]],
+    }
+    transformers.LlavaNextImageProcessorPil(**sizes).save_pretrained(folder)
+    file = folder / "processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"processor_class": "LlavaNextProcessor"}))
+    with pytest.raises(ConfigError, match="LlavaNextProcessor of transformers gives image_sizes beside pixels"):
+        Processor(str(folder))

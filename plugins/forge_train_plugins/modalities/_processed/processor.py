@@ -23,7 +23,8 @@ from forge_train_kit.modalities import Grid
 
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 """Files that may name the class of the processor."""
-_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "text_replacement_offsets")
+_REPLACED = "text_replacement_offsets"
+_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", _REPLACED)
 _READ = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 _SIDE = 64
 """Side of the image by which a processor is tried."""
@@ -53,15 +54,13 @@ class Processor:
         self.folder = Path(folder)
         try:
             self._own = _loaded(self.folder)
+            self.name = type(self._own).__name__
+            self.token: str = getattr(self._own, "image_token", None) or ""
+            self.tried = self(Image.new("RGB", (_SIDE, _SIDE)))
         except ConfigError:
             raise
         except Exception as error:  # whatever a processor makes of its files
-            raise ConfigError(f"hf_images: the processor in {folder} can't be made: {describe(error)}") from error
-        self.name = type(self._own).__name__
-        self.token: str = getattr(self._own, "image_token", None) or ""
-        if not self.token:
-            raise ConfigError(f"hf_images: {self.name} of transformers has no token for an image.")
-        self.tried = self(Image.new("RGB", (_SIDE, _SIDE)))
+            raise ConfigError(f"hf_images: the processor in {folder} can't be used: {describe(error)}") from error
         patches = math.prod(self.tried.grid)
         self.vectors = Fraction(self.tried.text.count(self.token), patches)
         """Feature vectors of a patch."""
@@ -79,6 +78,10 @@ class Processor:
             ConfigError: the class takes more than items can hold.
         """
         found = self._own(images=[image], text=[self.token], return_tensors="np", return_text_replacement_offsets=True)
+        if _REPLACED not in found:
+            raise ConfigError(
+                f"hf_images: {self.name} of transformers does not tell which text stands for an image ({_REPLACED})."
+            )
         if strange := sorted(found.keys() - {*_TEXT, *_READ}):
             raise ConfigError(
                 f"hf_images: {self.name} of transformers gives {format_list(strange)} beside pixels, which items can't "
@@ -87,7 +90,7 @@ class Processor:
         pixels = np.asarray(found["pixel_values"])
         if not np.all(found.get("pixel_attention_mask", 1)):
             raise ConfigError(f"hf_images: {self.name} of transformers pads images, which items can't hold.")
-        ((offset,),) = found["text_replacement_offsets"]
+        ((offset,),) = found[_REPLACED]
         if "image_grid_thw" in found and pixels.ndim == 2:
             ((time, height, width),) = found["image_grid_thw"].tolist()
             return Processed(pixels, (time, height, width), (), offset["replacement"])
@@ -136,6 +139,8 @@ def _loaded(folder: Path) -> Any:
             f"hf_images: no file in {folder} describes a processor of transformers, such as processor_config.json; "
             "copy the published model's files for images there."
         )
+    if not (folder / NAMED_IN[1]).is_file() and "image_processor" not in _table(folder / NAMED_IN[0]):
+        raise ConfigError(f"hf_images: {folder} has no {NAMED_IN[1]}; copy it from the published model.")
     kind: Any = getattr(transformers, name)
     made = {
         "image_processor": transformers.AutoImageProcessor,

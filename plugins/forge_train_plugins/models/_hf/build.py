@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -90,7 +90,7 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     tp = job.dist.layout.tp
     piece = (job.dist.mesh("dense", "tp").get_local_rank(), tp) if tp > 1 else (0, 1)
     made = CausalLM(base, inner, head, drawn, facts, units, piece)
-    made.items = items_of(model, inner, job)
+    made.items = items_of(model, base, job)
     if weights:
         made.stored = Stored(weights, model, base, headless=given != "token_logits")
     return made
@@ -192,10 +192,19 @@ def _check_dropout(model: Any) -> None:
         dropping |= {float(one) for name, one in vars(module).items() if _random(name) and isinstance(one, float)}
     if not any(dropping):
         return
-    keys = [
-        f"hf.set.{key} = 0.0" for key, one in model.config.to_dict().items() if _random(key) and one and one in dropping
-    ]
+    found = {
+        ".".join((*inside, key)): one for inside, table in _tables(model.config.to_dict()) for key, one in table.items()
+    }
+    keys = [f"hf.set.{key} = 0.0" for key, one in found.items() if _random(key) and one and one in dropping]
     raise ConfigError(
         f"hf: {type(model).__name__} uses random numbers that differ between layouts; switch them off: "
         f"{format_list(keys, 8)}."
     )
+
+
+def _tables(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """A configuration and those inside it, each with its keys there."""
+    yield (), {key: one for key, one in table.items() if not isinstance(one, (Mapping, list))}
+    for key, one in table.items():
+        if isinstance(one, Mapping) and "model_type" in one:
+            yield from (((key, *inside), below) for inside, below in _tables(one))

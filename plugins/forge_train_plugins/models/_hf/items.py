@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge_train import ConfigError
 from forge_train.base.format import format_list
@@ -32,15 +32,20 @@ class Items:
 
     Args:
         modality: of the items.
-        inner: the class without its head.
+        base: the name of the class without its head.
+        inner: that class.
     """
 
-    def __init__(self, modality: Any, inner: nn.Module) -> None:
+    def __init__(self, modality: Any, base: str, inner: Any) -> None:
         self._modality = modality
         self._names = extras_of(modality.name)
         self._kinds = _KINDS in _arguments(inner.forward)
         self.along_axes = hasattr(inner, "get_rope_index")
         """True if the class counts positions along three axes, by its items."""
+        decoder = inner.get_decoder()
+        beside = [name for name, one in inner.named_children() if all(other is not decoder for other in one.modules())]
+        self.encoders = tuple(f"{base}.{name}." for name in beside if decoder is not inner)
+        """Beginnings of the names of parameters that tokens do not pass."""
 
     def given(self, inner: Any, extras: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | float]:
         """The arguments, and a zero to add to the hidden states of a batch without items.
@@ -99,13 +104,13 @@ class Items:
         return 0.0 * torch.stack([one.sum() for one in parts]).sum()
 
 
-def items_of(model: Any, inner: Any, job: Job) -> Items | None:
+def items_of(model: Any, base: str, job: Job) -> Items | None:
     """The items that a class is given; None for text alone.
 
     Raises:
         ConfigError: naming what of them the class, or this layout, can't take.
     """
-    name = type(model).__name__
+    name, inner = type(model).__name__, getattr(model, base)
     modalities = enabled_modalities(job)
     foreign = [one for one, modality in modalities.items() if not hasattr(modality, "keywords")]
     if foreign:
@@ -137,7 +142,7 @@ def items_of(model: Any, inner: Any, job: Job) -> Items | None:
             "can only work on different data (fsdp2, ddp, zero1); set it to 1."
         )
     _check_token(inner.config, modality.placeholder, job)
-    return Items(modality, inner)
+    return Items(modality, base, inner)
 
 
 def _check_token(config: Any, placeholder: str, job: Job) -> None:

@@ -231,8 +231,8 @@ class CausalLM(nn.Module):
         table, text = getattr(self.embedding, "weight", None), self.config.get_text_config()
         tied = self.head is not None and any(one is table for one in self.head.parameters())
         chosen = getattr(text, "num_experts_per_tok", None)
-        weights = 0.0
-        for one in self.parameters():
+        weights, encoders = 0.0, self.items.encoders if self.items is not None else ()
+        for one in (one for name, one in self.named_parameters() if not name.startswith(encoders)):
             if one.ndim > 1 and (one is not table or tied):
                 weights += one.numel() * (chosen / one.shape[0] if chosen and one.ndim == 3 else 1)
         here = (width for path, width in self._facts.attention_widths.items() if self._module(path) is not None)
