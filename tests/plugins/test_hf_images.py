@@ -201,3 +201,14 @@ def test_what_a_processor_gives_beside_pixels_is_named(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"processor_class": "LlavaNextProcessor"}))
     with pytest.raises(ConfigError, match="LlavaNextProcessor of transformers gives image_sizes beside pixels"):
         Processor(str(folder))
+
+
+def test_pixels_have_the_dtype_that_the_run_computes_in(tmp_path: Path) -> None:
+    """Idefics3 casts them to that of its first weight, which a run keeps in fp32."""
+    folder = hf_images.saved(tmp_path / "folder", "idefics3")
+    exact, narrow = (
+        open_model(folder, plugins=["hf", "hf_images"], set={"train.precision": one}) for one in ("fp32", "bf16")
+    )
+    tokens, extras = placed(exact, [folder / "c.png"], hf_images.prompts("idefics3")[0])
+    found, wanted = (one.module(tokens, **extras).float() for one in (narrow, exact))
+    assert 0 < (found - wanted).norm() / wanted.norm() < 0.05

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from forge_train import ConfigError
 from forge_train.base.format import format_list
@@ -16,6 +17,7 @@ from forge_train_kit import hookspecs
 from forge_train_kit.data.items.marks import token_of
 from forge_train_kit.enabled_modalities import enabled_modalities
 from forge_train_kit.modalities import extras_of
+from forge_train_kit.specialisation import Specialisation
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -25,6 +27,15 @@ _TOKEN = ("image_token_id", "image_token_index")
 _KINDS = "mm_token_type_ids"
 _INDEXED = {_KINDS, "image_grid_thw"}
 """Arguments by which classes count positions along three axes."""
+
+
+def _narrow(_: type, dtype: torch.dtype) -> dict[str, Any]:
+    """A model of the library that says in which dtype it computes, rather than that of its weights in memory: classes
+    cast pixels to it."""
+    return {"dtype": property(lambda self: dtype)}
+
+
+_NARROW = Specialisation(_narrow)
 
 
 class Items:
@@ -142,6 +153,9 @@ def items_of(model: Any, base: str, job: Job) -> Items | None:
             "can only work on different data (fsdp2, ddp, zero1); set it to 1."
         )
     _check_token(inner.config, modality.placeholder, job)
+    if job.precision.param is not job.precision.master:
+        for one in [one for one in inner.modules() if isinstance(one, PreTrainedModel)]:
+            _NARROW(one, job.precision.param)
     return Items(modality, base, inner)
 
 
