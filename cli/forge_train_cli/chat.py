@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.base.errors import ConfigError, nearest
-from forge_train.base.format import format_list
 from forge_train_kit.format import format_plural
 
 from . import screen
@@ -26,7 +25,6 @@ COMMANDS = {
     "/system TEXT": "say how the model is to answer, before the first message; without TEXT, no longer",
     "/reset": "forget the chat, but not the system's message",
     "/save FILE": "write the chat to a new file, as a record that can be trained on",
-    "/image FILE": "show the model an image with the next message, if it takes any",
     "/help": "show these commands; //TEXT says a text that begins with /",
     "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
@@ -107,10 +105,11 @@ class Talk:
             self._chat.show(name[1:], Path(given).expanduser())
             self._say("The next message begins with it.")
             return True
-        if name not in {one.split()[0] for one in COMMANDS}:
-            known = [one.split()[0] for one in COMMANDS]
-            raise ConfigError(f"There is no {name}; /help lists the commands.{nearest(name, known)}")
-        if given and name not in ("/system", "/save", "/image"):
+        if name not in (known := [one.split()[0] for one in self._commands]):
+            hint = nearest(name, known)
+            takes = ", and the model takes text alone" if given and not (hint or self._chat.modalities) else ""
+            raise ConfigError(f"There is no {name}{takes}; /help lists the commands.{hint}")
+        if given and name not in ("/system", "/save"):
             raise ConfigError(f"{name} takes nothing after it.")
         if name == "/system":
             self._chat.set_system(given)
@@ -124,13 +123,18 @@ class Talk:
                 raise ConfigError("/save needs a file, as in /save chat.jsonl.")
             self._chat.save(Path(given).expanduser())
             self._say(f"Saved to {given}.")
-        elif name == "/image":
-            kinds = format_list(f"/{one} FILE" for one in self._chat.modalities)
-            raise ConfigError(f"Name a file: {kinds}." if kinds else "This model takes text alone.")
         elif name == "/help":
-            for one, does in COMMANDS.items():
+            for one, does in self._commands.items():
                 self._say(f"{one:<14}{does}")
+        elif name[1:] in self._chat.modalities:
+            raise ConfigError(f"{name} needs a file; the next message begins with it.")
         return name != "/quit"
+
+    @property
+    def _commands(self) -> dict[str, str]:
+        """All commands, those that show items among them."""
+        shown = {f"/{one} FILE": "begin the next message with this file" for one in self._chat.modalities}
+        return {**shown, **COMMANDS}
 
     def _answer(self, text: str) -> None:
         try:

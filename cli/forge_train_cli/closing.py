@@ -32,6 +32,8 @@ MESSAGE = "message.txt"
 
 ITEM = "item.json"
 """The artifact in which a data plugin stores the path of an item of the run's data, by modality."""
+OPTIONS = {"image": "--image "}
+"""Shorter options than `--item`, by modality."""
 
 
 def next_commands(finished: Finished, setup: Setup, nproc: int = 1) -> list[tuple[str, str]]:
@@ -101,14 +103,14 @@ def _prompt(finished: Finished, job: Job) -> str | None:
     from forge_train_kit.hookspecs import tokenizer
 
     made = tokenizer(job)
-    return _image(finished.run) if made.begin or made.end is not None else None
+    return _item(finished.run) if made.begin or made.end is not None else None
 
 
-def _image(run: Path) -> str:
-    """The option that shows the model an image of the run's data; empty without one."""
+def _item(run: Path) -> str:
+    """The option that shows the model an item of the run's data; empty without one."""
     file = run / "artifacts" / ITEM
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return f" --image {shlex.quote(found['image'])}" if "image" in found else ""
+    return "".join(f" {OPTIONS.get(name, f'--item {name}=')}{shlex.quote(file)}" for name, file in found.items())
 
 
 def _longer(setup: Setup) -> str:

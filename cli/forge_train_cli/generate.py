@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,13 @@ JOB = {"out": None, "samples": 1, "field": "", "long": "refuse", "logprobs": Fal
     "--image",
     multiple=True,
     metavar="FILE",
-    help="An image for the prompt, at its <image> or before it; may be repeated.",
+    help="An image for each prompt, at its <image> or before it; may be repeated.",
+)
+@click.option(
+    "--item",
+    multiple=True,
+    metavar="MODALITY=FILE",
+    help="The same for any modality that the model takes, as in video=clip.mp4.",
 )
 @click.option(
     "--from-file", multiple=True, metavar="SOURCE", help="Files, folders or patterns of records with a prompt."
@@ -69,7 +75,6 @@ JOB = {"out": None, "samples": 1, "field": "", "long": "refuse", "logprobs": Fal
 def generate(
     path: Path,
     prompt: tuple[str, ...],
-    image: tuple[str, ...],
     adapter: tuple[str, ...],
     chat: bool,
     template: str,
@@ -92,25 +97,22 @@ def generate(
     forge generate runs/first --prompt "import " --drafts 1
     forge generate runs/tuned --chat --prompt "Who are you?"
     forge generate runs/seeing --image cat.png --prompt "A picture of "
+    forge generate runs/watching --item video=clip.mp4
     forge generate Qwen3-0.6B --adapter polite --adapter brief=0.5 --prompt "Dear"
     """
     from forge_train_tools.generation.sampling import Sampling
 
     job = {name: options.pop(name) for name in JOB}
-    files = options.pop("from_file")
+    files, items = options.pop("from_file"), _items(options.pop("image"), options.pop("item"))
     sampling, adapters = Sampling(**options), factors(adapter)
     if prompt.count("-") > 1:
         raise ConfigError("--prompt -: stdin can be read once.")
     if job["logprobs"] and not (as_json or job["out"]):
         raise ConfigError("--logprobs: log-probabilities are printed with --json, or written with --out; add one.")
     texts = tuple(stdin_text("--prompt -") if one == "-" else one for one in prompt)
-    if image and files:
-        raise ConfigError("--image goes with --prompt; the records of --from-file have their own images.")
-    if len(texts) > 1 or files or image or nproc not in (None, 1) or job != JOB:
-        prompts: tuple[Any, ...] = texts or (() if files else ("",))
-        if image:
-            prompts = tuple({"prompt": text, "images": list(image)} for text in prompts)
-        asked: dict[str, Any] = {"prompts": prompts, "files": files, **job}
+    if len(texts) > 1 or files or items or nproc not in (None, 1) or job != JOB:
+        prompts = texts or (() if files else ("",))
+        asked: dict[str, Any] = {"prompts": prompts, "items": items, "files": files, **job}
         _many({"path": path, "sampling": sampling, "chat": chat, "template": template, "adapters": adapters,
                "plugins": plugins, "set": assignments, **asked}, nproc or 1, as_json=as_json)  # fmt: skip
         return
@@ -141,6 +143,17 @@ def generate(
     click.echo(dumps(result))
 
 
+def _items(images: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
+    """Files by modality."""
+    found: dict[str, list[str]] = {}
+    for one in (*(f"image={file}" for file in images), *others):
+        name, _, file = one.partition("=")
+        if not (name and file):
+            raise ConfigError(f"--item {one}: expected MODALITY=FILE, as in video=clip.mp4.")
+        found.setdefault(name, []).append(file)
+    return found
+
+
 def _head(checkpoint: str, step: int, adapters: dict[str, float]) -> dict[str, Any]:
     return {"checkpoint": checkpoint, "step": step} | ({"adapters": adapters} if adapters else {})
 
@@ -167,7 +180,8 @@ def _as_json(found: Generated, asked: Generation) -> dict[str, Any]:
     if asked.out:
         counts = {"answers": found.count, "tokens": found.tokens, "seconds": found.seconds, "cut": found.cut}
         return head | {"out": found.out, **counts} | speed
-    answers = [{**_asked(asked.prompts[one.record]), **one.line(asked.samples)} for one in found.answers]
+    items = {f"{name}s": files for name, files in asked.items.items()}
+    answers = [{"prompt": asked.prompts[one.record], **items, **one.line(asked.samples)} for one in found.answers]
     if len(answers) > 1:
         return head | {"answers": answers} | speed
     del answers[0]["record"]
@@ -181,17 +195,13 @@ def _print(found: Generated, asked: Generation) -> None:
         if found.count > 1:
             sample = f", sample {answer.sample + 1}" if asked.samples > 1 else ""
             click.echo(click.style(f"[prompt {answer.record + 1}{sample}]", dim=terminal))
-        prompt = "" if asked.chat else str(_asked(asked.prompts[answer.record])["prompt"])
+        prompt = "" if asked.chat else str(asked.prompts[answer.record])
         text = screen.visible(answer.text) if terminal else answer.text
         click.echo(f"{click.style(prompt, dim=True) if terminal else prompt}{text}")
     if found.cut:
         click.echo(_cut(found), err=True)
     if found.drafts and terminal:
         click.secho(f"({_drafts(found)})", dim=True, err=True)
-
-
-def _asked(prompt: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"prompt": prompt} if isinstance(prompt, str) else prompt
 
 
 def _summary(found: Generated) -> None:

@@ -42,3 +42,14 @@ def test_an_export_that_fails_is_told_and_not_suggested(
     (told,) = caplog.messages
     assert told.startswith("Plugin 'exports' failed in export_hf, so its model can't be exported as it is: ")
     assert "no such layer" in told
+
+
+@pytest.mark.parametrize(
+    ("artifact", "option"),
+    [('{"image": "a b.png"}', " --image 'a b.png'"), ('{"video": "a.mp4"}', " --item video=a.mp4"), ("", "")],
+)
+def test_an_item_of_the_data_is_shown_whatever_its_modality(tmp_path: Path, artifact: str, option: str) -> None:
+    (tmp_path / "artifacts").mkdir()
+    if artifact:
+        (tmp_path / "artifacts" / closing.ITEM).write_text(artifact)
+    assert closing._item(tmp_path) == option

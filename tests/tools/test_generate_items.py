@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 from pathlib import Path
@@ -120,7 +121,50 @@ def test_a_prompt_that_can_not_be_is_one_sentence(trained: Path, scans: Path, re
 def test_a_model_of_text_alone_refuses_images(tmp_path: Path) -> None:
     run_ = tiny_models.trained(tmp_path)
     said = forge("generate", run_, "--prompt", "x", "--image", "cat.png")
-    assert one_message(said, 2) == "The prompt: 'images' is not read: this model takes text alone."
+    assert one_message(said, 2) == "This model takes text alone, and no 'image'."
+
+
+def test_items_of_any_modality_are_shown_to_each_prompt(trained: Path, scans: Path) -> None:
+    asked = ("generate", trained, "--temperature", "0", "--tokens", "4", "--json")
+    items = [str(scans / "0.npy"), str(scans / "1.npy")]
+    shown = [word for one in items for word in ("--item", f"scan={one}")]
+    alone = forge(*asked, *shown, "--prompt", "The ").json
+    model = open_model(trained)
+    assert alone["scans"] == items
+    assert alone["text"] == model.generate("The ", items={"scan": items}, tokens=4, temperature=0)
+    both = forge(*asked, *shown, "--prompt", "The ", "--prompt", "A ").json["answers"]
+    assert [one["prompt"] for one in both] == ["The ", "A "]
+    assert both[0]["text"] == alone["text"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--item", "0.npy"), "--item 0.npy: expected MODALITY=FILE, as in video=clip.mp4."),
+        (("--item", "scam=0.npy"), "This model takes text and 'scan', and no 'scam'."),
+        (("--image", "0.npy"), "This model takes text and 'scan', and no 'image'."),
+        (("--item", "scan=gone.npy"), "The prompt: gone.npy: No such file or directory."),
+        (("--item", "scan=0.npy", "--from-file", "a.jsonl", "--out", "b.jsonl"), "--image and --item go with --prompt"),
+    ],
+)
+def test_an_item_that_can_not_be_shown_is_told(
+    trained: Path, scans: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(scans)
+    told = one_message(forge("generate", trained, *options), 2)
+    assert message in told.replace(f"{scans}/", "")
+
+
+def test_a_chat_has_a_command_for_each_modality(
+    trained: Path, scans: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = ("/help", "/scan", "/video a.mp4", f"/scan {scans / '0.npy'}", "A", f"/save {tmp_path / 'chat.jsonl'}")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
+    ended = forge("chat", trained, "--template", "plain", "--tokens", "3")
+    assert "/scan FILE    begin the next message with this file" in ended.err
+    assert "Error: /scan needs a file" in ended.err
+    assert "Error: There is no /video; /help lists the commands." in ended.err
+    assert json.loads((tmp_path / "chat.jsonl").read_text())["scans"] == [str(scans / "0.npy")]
 
 
 def test_broken_scans_are_told(trained: Path, tmp_path: Path) -> None:

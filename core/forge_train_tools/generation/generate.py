@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -32,8 +32,9 @@ from ..sources import continuing
 from . import drafting
 from .answers import Answer, Answering
 from .chats import ChatPrompts
+from .completion import items_of
 from .defaults import tell_unused
-from .requests import KEY, Long, Requests
+from .requests import KEY, PROMPT, Long, Requests
 from .rows import check, longest
 from .sampling import Sampling, SamplingOptions
 from .writing import Answers, opened
@@ -52,6 +53,7 @@ class Generation:
     Args:
         path: a run, a checkpoint or a Hugging Face folder.
         prompts: texts, or records with one.
+        items: files by modality that each prompt has beside text, if prompts are texts.
         files: files, folders, patterns or addresses of such records, instead of prompts.
         out: the file of JSON lines to write, which does not exist; with files.
         sampling: how to choose tokens, where a record says nothing else.
@@ -71,6 +73,7 @@ class Generation:
 
     path: Path
     prompts: tuple[str | Mapping[str, Any], ...] = ()
+    items: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     files: tuple[str, ...] = ()
     out: Path | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -91,6 +94,10 @@ class Generation:
             (self.batch < 1, f"--batch: expected at least 1, found {self.batch}."),
             (not self.prompts and not self.files, f"There is no prompt; give some, or a file of them ({KEY})."),
             (self.prompts and self.files, f"{KEY}: there are prompts beside the file; leave one of them out."),
+            (
+                self.items and not all(isinstance(one, str) for one in self.prompts or (None,)),
+                "--image and --item go with --prompt; records have items of their own.",
+            ),
             (self.files and self.out is None, f"{KEY} needs --out, the file to write."),
             (
                 self.out is not None and not self.files,
@@ -184,6 +191,7 @@ def _generate(asked: Generation, told: Callable[[str], None] = lambda text: None
     with prepared(source.setup, ReadOnlyRun(run_folder(source.path))) as job:
         model = compose(job, extra=False).model
         check(job, model)
+        items_of(job, asked.items)
         if asked.sampling.drafts:
             drafting.check(job, model, asked.sampling.drafts)
         trained = Opened(job, model, source.path, source.step, source.tokens, tuple(map(Path, asked.adapters)))
@@ -231,7 +239,7 @@ def _generate(asked: Generation, told: Callable[[str], None] = lambda text: None
 def _requests(asked: Generation, opened: Opened) -> tuple[Requests, Callable[[], ChatPrompts]]:
     chats = cache(partial(ChatPrompts, opened.job, opened.path, opened.adapters, asked.template))
     found = Requests(
-        given=asked.prompts,
+        given=[_with_items(asked, one) if isinstance(one, str) else one for one in asked.prompts],
         files=asked.files,
         field=asked.field,
         chat=asked.chat,
@@ -243,6 +251,11 @@ def _requests(asked: Generation, opened: Opened) -> tuple[Requests, Callable[[],
         items=prompts_of(opened.job),
     )
     return found, chats
+
+
+def _with_items(asked: Generation, text: str) -> str | dict[str, Any]:
+    items = {f"{name}s": files for name, files in asked.items.items()}
+    return {asked.field or PROMPT: text, **items} if items else text
 
 
 def _made_of(asked: Generation, source: Source, job: Job, requests: Requests, template: str) -> dict[str, str]:
