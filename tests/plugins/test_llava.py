@@ -121,7 +121,7 @@ def test_logits_gradients_and_texts_are_those_of_transformers(case: str, tmp_pat
     again, told = transformers.LlavaForConditionalGeneration.from_pretrained(
         tmp_path / "exported", output_loading_info=True
     )
-    assert all(".post_layernorm." in name or ".vision_tower.head." in name for name in told["missing_keys"])
+    assert not told["missing_keys"]
     assert not told["unexpected_keys"]
     agree(opened, again.eval(), folder)
     processor = (tmp_path / "exported" / "preprocessor_config.json").read_text()

@@ -32,6 +32,7 @@ from forge_train_kit.state_map import (
     StateMap,
     Together,
     Transpose,
+    Unread,
     Unstack,
 )
 from forge_train_kit.state_map.strided import EveryNth
@@ -474,6 +475,16 @@ def test_what_is_dropped_is_no_leftover_and_need_not_be_there() -> None:
     rule = Rename({"a": "b"}) | Drop(("{m*}.inv_freq", "seldom"))
     assert [*rule.plan({"a": FLAT, "x.y.inv_freq": FLAT}).targets] == ["b"]
     assert [*rule.inverse().plan({"b": FLAT}).targets] == ["a"]
+
+
+def test_what_is_not_read_is_given_back_with_one_value() -> None:
+    rule = Rename({"a": "b"}) | Unread({"one": 1.0, "zero": 0.0}, like="b")
+    assert [*rule.plan({"a": FLAT, "one": FLAT}).targets] == ["b"]
+    back = rule.inverse().plan({"b": FLAT})
+    found = {name: back.read(name, lambda name, box: torch.full((6,), 7.0)).tolist() for name in back.targets}
+    assert {name: set(values) for name, values in found.items()} == {"a": {7.0}, "one": {1.0}, "zero": {0.0}}
+    with pytest.raises(ConfigError, match="b: missing"):
+        rule.inverse().plan({"c": FLAT})
 
 
 def test_operators_make_one_flat_map() -> None:

@@ -14,7 +14,7 @@ from .growth import Renumber, Repeat
 from .maps import Chain, Group, Plan, StateMap, Step, Together
 from .quantised import Dequantise, DequantiseMXFP4
 from .rules import Concat, Drop, Rename, Split, Stack, Unstack
-from .values import Cast, Resize, Rotary, Transpose
+from .values import Cast, Resize, Rotary, Transpose, Unread
 from .views import Fetch, View
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Together",
     "Transpose",
     "Unflatten",
+    "Unread",
     "Unstack",
     "View",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -116,6 +117,42 @@ class Cast(StateMap):
 
     def inverse(self) -> StateMap:
         return Cast(self.names, self.after, self.before)
+
+
+@dataclass(frozen=True)
+class Unread(StateMap):
+    """Drops tensors that the model does not read; they need not exist. Its inverse gives them, each with one value.
+
+    Args:
+        values: name → value.
+        like: the model's tensor whose shape and dtype they have.
+    """
+
+    values: Mapping[str, float]
+    like: str
+
+    def apply(self, step: Step) -> None:
+        for name in self.values:
+            if name in step.tensors:
+                step.take(name)
+
+    def inverse(self) -> StateMap:
+        return _Given(self)
+
+
+@dataclass(frozen=True)
+class _Given(StateMap):
+    unread: Unread
+
+    def apply(self, step: Step) -> None:
+        if (like := step.tensors.get(self.unread.like)) is None:
+            step.wrong.append(f"{self.unread.like}: missing")
+            return
+        for name, value in self.unread.values.items():
+            step.give(name, Filled(like.shape, like.dtype, value))
+
+    def inverse(self) -> StateMap:
+        return self.unread
 
 
 def _each(step: Step, names: tuple[str, ...], *dims: int) -> list[tuple[str, View]]:

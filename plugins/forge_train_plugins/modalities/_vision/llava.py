@@ -10,7 +10,7 @@ from forge_train import ConfigError
 from forge_train_kit import hookspecs
 from forge_train_kit.data.items.marks import token_of
 from forge_train_kit.hf import HFAround, HFModel
-from forge_train_kit.state_map import Rename, StateMap
+from forge_train_kit.state_map import Rename, StateMap, Unread
 
 from . import families
 from .processor import read as read_processor
@@ -56,6 +56,11 @@ PROJECTOR = Rename(
         for kind in ("weight", "bias")
     }
 )
+LAST_NORM = Unread(
+    {"vision_tower.post_layernorm.weight": 1.0, "vision_tower.post_layernorm.bias": 0.0},
+    like=f"{INTO}vision.layers.0.attention_norm.weight",
+)
+"""The norm after all blocks, which transformers builds, and whose output LLaVA does not read."""
 PUBLISHED = Rename({"vision_tower.vision_model.{name*}": "vision_tower.{name*}"})
 """Names of published folders → those that transformers 5 stores."""
 IN_MEMORY = Rename(
@@ -156,12 +161,12 @@ def write(config: VisionSection, modality: Modality, layout: HFModel, job: Job) 
     text = {**layout.config, **special}
     return replace(
         layout,
-        map=(TEXT >> layout.map) | families.tensors(tower, "vision_tower.", f"{INTO}vision.") | PROJECTOR,
+        map=(TEXT >> layout.map) | families.tensors(tower, "vision_tower.", f"{INTO}vision.") | PROJECTOR | LAST_NORM,
         config={
             "architectures": [ARCHITECTURE],
             "model_type": "llava",
             "text_config": text,
-            "vision_config": vision,
+            "vision_config": vision if config.class_token else {**vision, "vision_use_head": False},
             "tie_word_embeddings": bool(text.get("tie_word_embeddings")),
             "image_token_index": token,
             "image_seq_length": (config.size // config.patch) ** 2,
