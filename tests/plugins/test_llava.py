@@ -124,8 +124,15 @@ def test_logits_gradients_and_texts_are_those_of_transformers(case: str, tmp_pat
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
     agree(opened, again.eval(), folder)
-    processor = (tmp_path / "exported" / "preprocessor_config.json").read_text()
-    assert processor == (folder / "preprocessor_config.json").read_text()
+    file = "preprocessor_config.json"
+    assert (tmp_path / "exported" / file).read_text() == (folder / file).read_text()
+    export_checkpoint(tmp_path / "imported", tmp_path / "brighter", settings=("image.mean=[0.1, 0.2, 0.3]",))
+    described = json.loads((tmp_path / "brighter" / file).read_text())
+    assert described == {
+        **json.loads((folder / file).read_text()),
+        "image_mean": [0.1, 0.2, 0.3],
+        "do_center_crop": False,
+    }
 
 
 @pytest.mark.parametrize("layout", ["published", "in memory", "in memory before 5"])

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .model import HFAdapter, HFAround, HFModel
+from .model import HFAdapter, HFAround, HFModel, Tables
 
-__all__ = ["HFAdapter", "HFAround", "HFModel"]
+__all__ = ["HFAdapter", "HFAround", "HFModel", "Tables"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..state_map import StateMap
+
+Tables = Mapping[str, Mapping[str, Any]]
+"""Name of a file → its contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,8 @@ class HFModel:
         exact: patterns of tensors that an export stores in their own dtype, whatever dtype is requested.
         others: maps from other layouts that files of this model may have, for import.
         left_out: patterns of the model's weights that the layout has no place for; an export leaves them out.
+        described: for export, given the contents of the files beside the model that describe how items are read
+            (`forge_train_kit.model_files.ITEMS`), by name, gives those that are to say something else, or are missing.
     """
 
     map: StateMap
@@ -31,6 +36,7 @@ class HFModel:
     others: tuple[StateMap, ...] = ()
     left_out: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
+    described: Callable[[Tables], Tables] | None = None
 
     def is_leftover(self, name: str) -> bool:
         """Return True if files may hold a tensor of this name that the model does not need."""

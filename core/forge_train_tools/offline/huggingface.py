@@ -22,7 +22,7 @@ from forge_train.plugin.job import Job
 from forge_train_kit import foreign, hookspecs, model_files
 from forge_train_kit.full_tensors import SHARD_BYTES
 from forge_train_kit.hf import HFModel, fit
-from forge_train_kit.hf.folder import CONFIG
+from forge_train_kit.hf.folder import CONFIG, table
 from forge_train_kit.hf.ranges import Weights
 from forge_train_kit.hf.start import exported, merged
 from forge_train_kit.model_files import vocabulary_of
@@ -75,6 +75,8 @@ def export_checkpoint(
         else:
             _write_together(source, part, dtype, shard_bytes, nproc, settings)
         put_beside(part, export.beside)
+        for name, content in export.described.items():
+            write_json(part / name, content)
     notes: tuple[str, ...] = ()
     if not vocabulary_of(export.beside):
         notes += ("The run has no tokenizer's files to copy next to the weights.",)
@@ -94,6 +96,8 @@ class _Export:
     parameters: int
     left_out: Sequence[str]
     """Weights that have no place in the layout."""
+    described: Mapping[str, Mapping[str, Any]]
+    """Name of a file → contents, which describe how items are read."""
 
     @classmethod
     def of(cls, source: Path, dtype: torch.dtype | None, shard_bytes: int, settings: Sequence[str]) -> _Export:
@@ -118,7 +122,9 @@ class _Export:
         config = {**described(layout, special), **padding, "torch_dtype": common_dtype(tensors)}
         files = TensorFiles.of(tensors, shard_bytes)
         parameters = sum(math.prod(view.shape) for view in views.values())
-        return cls(config, files, lambda name: plan.read(name, stored.read), beside, parameters, left_out)
+        items = {name: table(beside[name]) for name in model_files.ITEMS if name in beside}
+        changed = layout.described(items) if layout.described else {}
+        return cls(config, files, lambda name: plan.read(name, stored.read), beside, parameters, left_out, changed)
 
 
 def _write_together(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_train import Ge, Gt, Job, Le, Plugin, Problem, hookimpl, section
@@ -79,12 +81,13 @@ class Image(_Vision):
 
     @hookimpl
     def export_hf_around(self, layout: HFModel, job: Job) -> HFModel:
-        from ._vision import llava, paligemma, qwen_vl
+        from ._vision import llava, paligemma, processor, qwen_vl
         from ._vision.modality import Pictures
 
         write = paligemma.write if paligemma.is_its(layout) else llava.write
         write = qwen_vl.write if self.config.positions == "rotary" else write
-        return write(self.config, Pictures(self.config), layout, job)
+        whole = write(self.config, Pictures(self.config), layout, job)
+        return replace(whole, described=partial(processor.written, self.config))
 
 
 class Video(_Vision):
@@ -174,10 +177,12 @@ class ImageTiles(Plugin):
 
     @hookimpl
     def export_hf_around(self, layout: HFModel, job: Job) -> HFModel:
+        from ._tiles import processor
         from ._tiles.export import write
         from ._tiles.modality import TiledPictures
 
-        return write(self.config, TiledPictures(self.config), layout, job)
+        whole = write(self.config, TiledPictures(self.config), layout, job)
+        return replace(whole, described=partial(processor.written, self.config))
 
 
 class HFImages(Plugin):

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
+
+if TYPE_CHECKING:
+    from forge_train_kit.hf import Tables
+
+    from .section import VisionSection
 
 NAMES = {"image_mean": "mean", "image_std": "deviation"}
 """Key of the file → option of `[image]`."""
@@ -20,8 +26,14 @@ FIXED = {
 """Keys with the only value that has a counterpart; 3 is bicubic."""
 SHAPES = {"patch_size": "patch", "merge_size": "merge", "temporal_patch_size": "patch_frames"}
 """Key of the file → option of `[image]` that `vision_config` decides."""
+FILE, NESTED = "preprocessor_config.json", "image_processor"
+"""The file, and the key of `processor_config.json` that may hold the same."""
+BOUNDS = ("size", "crop_size", "do_center_crop", "min_pixels", "max_pixels")
+"""Keys that say the size of an image; some versions of the file have others of them."""
 KEPT = (56 * 56, 28 * 28 * 1280)
 """Fewest and most pixels of an image where no file says them."""
+Written = dict[str, dict[str, Any]]
+"""Name of a file → its contents."""
 
 
 def read(beside: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,8 +89,68 @@ def read_kept(beside: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
     }
 
 
+def written(config: VisionSection, files: Tables) -> Written:
+    """The files for images that do not say what `[image]` says, changed; a new one where there is none.
+
+    Args:
+        config: of the run.
+        files: name → contents.
+    """
+    if _agree(config, {key: one for content in files.values() for key, one in content.items()}):
+        return {}
+    kind = "Qwen2VLImageProcessor" if config.fit == "keep" else "CLIPImageProcessor"
+    new = {"image_processor_type": kind, **{key: one for key, one in FIXED.items() if key != "do_pad"}}
+    return rewritten(files, partial(_changed, config), new)
+
+
+def rewritten(files: Tables, change: Callable[[Mapping[str, Any]], dict[str, Any]], new: Mapping[str, Any]) -> Written:
+    """The files for images, changed.
+
+    Args:
+        files: name → contents.
+        change: of what is said of images.
+        new: what is said of them, before the change, if no file says anything.
+    """
+    nested = {name: {**one, NESTED: change(one[NESTED])} for name, one in files.items() if one.get(NESTED)}
+    given = files.get(FILE, {} if nested else new)
+    return {**nested, **({FILE: change(given)} if given else {})}
+
+
+def _agree(config: VisionSection, beside: Mapping[str, Any]) -> bool:
+    """True if files say all that they must, and the same as the run."""
+    kept, side = config.fit == "keep", config.size
+    options = {"size": side, "patch": config.patch, "merge": config.merge, "patch_frames": config.patch_frames}
+    try:
+        found = read_kept(beside, options) if kept else {"fit": "square", **read(beside, options)}
+    except ConfigError:  # they have another size
+        return False
+    wanted: dict[str, Any] = {"mean": [*config.mean], "deviation": [*config.deviation]}
+    if kept:
+        found["most_pixels"] = found["most_pixels"] or found["size"] ** 2
+        wanted |= {"least_pixels": max(config.least_pixels, 1), "most_pixels": config.most_pixels or side**2}
+    else:
+        wanted["fit"] = config.fit
+    return "size" in _given(beside) and all(found.get(name) == one for name, one in wanted.items())
+
+
+def _changed(config: VisionSection, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A file for images, with what `[image]` says."""
+    square = {"height": config.size, "width": config.size}
+    if config.fit == "keep":
+        bounds = {"shortest_edge": max(config.least_pixels, 1), "longest_edge": config.most_pixels or config.size**2}
+        wanted: dict[str, Any] = {"size": bounds, **{key: getattr(config, one) for key, one in SHAPES.items()}}
+    elif config.fit == "crop":
+        wanted = {"size": {"shortest_edge": config.size}, "do_center_crop": True, "crop_size": square}
+    else:
+        wanted = {"size": square, "do_center_crop": False}
+    if "image_seq_length" in given:
+        wanted["image_seq_length"] = (config.size // config.patch) ** 2
+    others = {key: one for key, one in given.items() if key not in BOUNDS}
+    return {**others, **wanted, **{key: [*getattr(config, one)] for key, one in NAMES.items()}}
+
+
 def _given(beside: Mapping[str, Any]) -> dict[str, Any]:
-    return {**beside, **(beside.get("image_processor") or {})}
+    return {**beside, **(beside.get(NESTED) or {})}
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
