@@ -25,6 +25,11 @@ RECORDS: tuple[dict[str, Any], ...] = (
 )
 
 
+def said(*parts: Any, **more: Any) -> dict[str, Any]:
+    content = parts[0] if isinstance(parts[0], str) else [*parts]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "that"}], **more}
+
+
 @pytest.fixture(scope="module", params=["prefix", "cross_attention"])
 def desk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, scans and records about them."""
@@ -98,6 +103,46 @@ def test_a_record_with_another_item_has_other_outputs(desk: Path, tmp_path: Path
     assert first != pytest.approx(other, abs=1e-3)
 
 
+CHATS = (
+    said(
+        {"type": "scan_url", "scan_url": {"url": "scans/0.npy"}},
+        {"type": "text", "text": "a "},
+        {"type": "scan", "path": "scans/2.npy"},
+    ),
+    said("<scan>a <scan>", scans=["scans/0.npy", "scans/2.npy"]),
+    {
+        "conversations": [{"from": "human", "value": "<scan>a <scan>"}, {"from": "gpt", "value": "that"}],
+        "scan": ["scans/0.npy", {"path": "scans/2.npy"}],
+    },
+    said("<scan>a <scan>", scans=["scans/1.npy", "scans/2.npy"]),
+    said("no scan"),
+)
+
+
+def test_chats_show_their_items_whatever_their_shape(desk: Path, tmp_path: Path) -> None:
+    """OpenAI's and LLaVA's are the same; the probability of an answer is that after the whole prompt."""
+    items_data.write_records(desk / "chats.jsonl", CHATS)
+    asked = ("--outputs", "log_likelihood,per_token,hidden", "--template", "plain")
+    first, *same, other, none = infer(desk, tmp_path / "out.jsonl", *asked, data="chats.jsonl")
+    for one in same:
+        assert one["hidden"] == pytest.approx(first["hidden"], abs=1e-6)
+        assert (one["token_ids"], one["token_offsets"]) == (first["token_ids"], first["token_offsets"])
+        assert one["token_log_probabilities"] == pytest.approx(first["token_log_probabilities"], abs=1e-5)
+    assert other["log_likelihood"] != pytest.approx(first["log_likelihood"], abs=1e-4)
+    assert none["token_ids"] == first["token_ids"]
+    opened = open_model(desk / "run")
+    prompts = ItemPrompts(opened._opened.job)
+    text = opened.chats("plain").render([{"role": "user", "content": "<scan>a <scan>"}])
+    marked = prompts.tokenizer.encode(text)
+    ids, items = prompts.place([*marked, *first["token_ids"]], {"scan": ["scans/0.npy", "scans/2.npy"]}, "x", str(desk))
+    extras = {name: torch.from_numpy(one) for name, one in padded([items.read(len(ids))]).items()}
+    with torch.no_grad():
+        each = opened.module.head(opened.module(torch.tensor([ids]), **extras))[0].double().log_softmax(-1)
+    count = len(first["token_ids"])
+    expected = [float(each[at - 1, ids[at]]) for at in range(len(ids) - count, len(ids))]
+    assert first["token_log_probabilities"] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("record", "options", "message"),
     [
@@ -106,7 +151,8 @@ def test_a_record_with_another_item_has_other_outputs(desk: Path, tmp_path: Path
         ({"text": "<scan>x"}, (), "the text has <scan> once, and the record 0 scans"),
         ({"text": "<scan>", "scans": ["scans/0.npy"]}, (), "has no token that could be asked for"),
         ({"text": f"<scan>{'x' * 80}", "scans": ["scans/0.npy"]}, ("--long", "left"), "Records with items are not cut"),
-        ({"messages": [{"role": "user", "content": "<scan>"}], "scans": ["scans/0.npy"]}, (), "is a chat with items"),
+        (said("<scan>?"), ("--template", "plain"), "the text has <scan> once, and the record 0 scans"),
+        (said({"type": "tape", "tape": "a"}), ("--template", "plain"), "content has a part of type 'tape'"),
     ],
 )  # fmt: skip
 def test_a_record_that_can_not_be_is_one_sentence(

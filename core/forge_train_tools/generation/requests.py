@@ -102,7 +102,7 @@ class Requests:
             ConfigError: naming the file and the place of what can't be read.
         """
         if self.files:
-            yield from self._records.with_folders(start)
+            yield from self._records.read(start)
             return
         for number, one in enumerate(self.given[start:], start):
             where = "The prompt" if len(self.given) == 1 else f"Prompt {number + 1}"

@@ -27,7 +27,10 @@ from forge_train_kit.data.chats import (
 from forge_train_kit.data.chats.calls import tools_of
 from forge_train_kit.data.chats.records import check_beside, messages_of, with_system
 from forge_train_kit.data.formats import utf8
+from forge_train_kit.data.items import ItemPrompts
+from forge_train_kit.data.items.speech import written_by
 from forge_train_kit.data.prepare.encoding import TODAY
+from forge_train_kit.tokenizer import Tokenizer
 
 FIELDS = ("messages", "conversations")
 _OF_TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -51,6 +54,8 @@ class Chats:
         self._job, self._choice = job, choice
         self.used = False
         """True if a chat was rendered."""
+        self._written: dict[str, str] | None = None
+        """Modality → the text that the template writes for an item."""
         self._files = model_files.of(job.config, job.hooks, path)
 
     @property
@@ -69,14 +74,28 @@ class Chats:
                 found.update(name.encode() + file.read_bytes())
         return found.hexdigest()
 
+    def with_items(
+        self, record: Mapping[str, Any], items: ItemPrompts, where: str
+    ) -> tuple[Mapping[str, Any], Mapping[str, list[Any]]]:
+        """A chat with placeholders for its items, and these, by modality.
+
+        Raises:
+            ConfigError: there are not as many items as placeholders; or a part of a message is of no modality.
+        """
+        if self._written is None:
+            self._written = written_by(self._template, items.fields.modalities)
+        found = items.speech(record, self._written, where)
+        return found.record, found.entries
+
     def encoded(
-        self, record: Mapping[str, Any], where: str, *, scored: bool
+        self, record: Mapping[str, Any], where: str, tokenizer: Tokenizer, *, scored: bool
     ) -> tuple[str, list[int], tuple[tuple[int, int], ...]]:
         """The text of a chat, its tokens, and the spans of those that are learned.
 
         Args:
             record: with messages.
             where: its place, for messages.
+            tokenizer: of the text.
             scored: whether something has to be learned; otherwise nothing is.
 
         Raises:
@@ -91,7 +110,7 @@ class Chats:
             segments = self._unlearned(found)
         check_written(self._template, found, segments.text)
         utf8(segments.text, where)
-        ids, learned = tokenise_ended(hookspecs.tokenizer(self._job), self._template, segments, self._ends)
+        ids, learned = tokenise_ended(tokenizer, self._template, segments, self._ends)
         borders = (
             np.flatnonzero(np.diff(np.concatenate(([0], learned[1:] > 0, [0])))) + 1
         )  # no token precedes the first

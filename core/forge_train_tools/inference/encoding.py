@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from forge_train.base.errors import ConfigError
 from forge_train_kit.data.encoders import OffsetEncoder
 from forge_train_kit.data.formats import utf8
-from forge_train_kit.data.items import ItemPrompts, PromptItems
+from forge_train_kit.data.items import ItemPrompts, PromptItems, in_folder
 from forge_train_kit.tokenizer import Tokenizer
 
 from .chats import FIELDS, Chats, is_chat
@@ -82,8 +82,14 @@ class Encoder:
     located: bool = False
     items: ItemPrompts | None = None
 
-    def __call__(self, number: int, where: str, record: Mapping[str, Any]) -> Tokens:
+    def __call__(self, number: int, where: str, record: Mapping[str, Any], folder: str) -> Tokens:
         """A record as tokens.
+
+        Args:
+            number: its place among all records.
+            where: its place, for messages.
+            record: its content.
+            folder: of relative paths.
 
         Raises:
             ConfigError: it lacks the field, has several that could be meant or no token to ask for, is too long, or has
@@ -95,17 +101,18 @@ class Encoder:
         if not self.field:
             _check_one(fields, where)
         name = self.field or (TEXT if PROMPT not in fields else "")
-        entries = {} if self.items is None else self.items.fields.entries(record, where)
+        entries: Mapping[str, list[Any]] = {}
         if not self.field and is_chat(fields):
-            if any(entries.values()):
-                raise ConfigError(f"{where}: is a chat with items beside text; of these, texts and prompts are read.")
-            name, (text, ids, asked) = "", self.chats.encoded(record, where, scored=self.scored)
-            begin: Sequence[int] = ()
+            if self.items is not None:
+                record, entries = self.chats.with_items(record, self.items, where)
+            name, begin = "", list[int]()
+            text, ids, asked = self.chats.encoded(record, where, self.tokenizer, scored=self.scored)
         else:
+            entries = {} if self.items is None else self.items.fields.entries(record, where)
             text, begin, ids, asked = self._text(fields, name, where, entries)
         offsets = self._offsets(text, len(begin), len(ids)) if self.located else None
         found = Tokens(number, record.get(ID), np.asarray(ids, np.int32), asked, 0, offsets)
-        found = found if self.items is None else _placed(found, self.items, entries, where)
+        found = found if self.items is None else _placed(found, self.items, entries, where, folder)
         if len(found.ids) < 1 + self.scored or (self.scored and not found.asked):
             raise ConfigError(f"{where}: has no token that could be asked for; leave it out.")
         return self._fitted(found, where, text=bool(name), chat=not name and COMPLETION not in fields)
@@ -172,9 +179,10 @@ class Encoder:
         return np.asarray(found + [(len(text), len(text))] * (size - len(found)), np.int32).reshape(-1, 2)
 
 
-def _placed(one: Tokens, prompts: ItemPrompts, entries: Mapping[str, list[Any]], where: str) -> Tokens:
+def _placed(one: Tokens, prompts: ItemPrompts, entries: Mapping[str, list[Any]], where: str, folder: str) -> Tokens:
     """A record with room for its items at their marks."""
-    ids, items = prompts.place(one.ids.tolist(), entries, where, "/")
+    given = {name: in_folder(some, folder) for name, some in entries.items()}
+    ids, items = prompts.place(one.ids.tolist(), given, where, "/")
     sizes, asked = np.ones(len(one.ids), np.int64), np.zeros(len(one.ids) + 2, np.int8)
     for start, stop in one.asked:
         asked[start + 1 : stop + 1] = 1

@@ -84,7 +84,7 @@ def _infer(asked: Inference, told: Callable[[str], None] = lambda text: None) ->
         chosen, form = choose(job, forward.task, forward.model, asked.outputs), form_of(asked.out)
         _check(chosen, form, asked)
         encode = _encoder(asked, chosen, forward.model, job, source)
-        records = Records(asked.data, items=() if encode.items is None else tuple(encode.items.fields.modalities))
+        records = Records(asked.data)
         made_of = {
             "model": weights_of(source, job.dist),
             "configuration of the model": values_of(job),

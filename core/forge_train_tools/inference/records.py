@@ -11,13 +11,12 @@ from typing import Any
 
 from forge_train_kit.data.files import File, find
 from forge_train_kit.data.formats import END, Part, lookup
-from forge_train_kit.data.items import in_folder
 
 KEY = "--data"
 _BLOCK = 1 << 20
 
-Placed = tuple[int, str, Mapping[str, Any]]
-"""A record: its number, its place for messages, and its content."""
+Placed = tuple[int, str, Mapping[str, Any], str]
+"""A record: its number, its place for messages, its content, and the folder of its file."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,10 @@ class Records:
     Args:
         sources: files, folders, patterns or addresses.
         key: the option that names them, for messages.
-        items: modalities whose items get paths that do not depend on their record's file.
     """
 
     sources: Sequence[str]
     key: str = KEY
-    items: Sequence[str] = ()
 
     @property
     def files(self) -> list[File]:
@@ -60,16 +57,9 @@ class Records:
         Raises:
             ConfigError: naming the file and the place of what can't be read.
         """
-        fields = [field for name in self.items for field in (name, f"{name}s")]
-        for number, where, record, folder in self.with_folders(start):
-            found = {field: in_folder(record[field], folder) for field in fields if field in record}
-            yield number, where, {**record, **found} if found else record
-
-    def with_folders(self, start: int = 0) -> Iterator[tuple[int, str, Mapping[str, Any], str]]:
-        """Yield the same, each with the folder of its file."""
         return islice(self._all(), start, None)
 
-    def _all(self) -> Iterator[tuple[int, str, Mapping[str, Any], str]]:
+    def _all(self) -> Iterator[Placed]:
         number = 0
         for file in self.files:
             form, folder = lookup(file.suffix, file.label), posixpath.dirname(file.address)

@@ -63,10 +63,11 @@ class Share:
         """
         room, sizes, number, problem = KEPT, array("q"), -1, None
         try:
-            for number, where, record in self._records.read():
+            for placed in self._records.read():
+                number = placed[0]
                 if not self._is_mine(number):
                     continue
-                one = self.encode(number, where, record)
+                one = self.encode(*placed)
                 sizes.append(len(windows(one, self.encode.longest)) if self.windowed else 1)
                 if (room := room - one.bytes) >= 0:
                     self._kept[number] = one

@@ -22,6 +22,7 @@ from .kept import Kept
 from .marks import MarkingTokenizer
 from .notes import Noted, Table
 from .rows import gathered
+from .speech import Speech
 from .weaver import Weaver
 
 if TYPE_CHECKING:
@@ -69,6 +70,19 @@ class ItemPrompts:
                 text = placeholder * len(some) + text
         return text
 
+    def speech(self, record: Mapping[str, Any], written: Mapping[str, str], where: str) -> Speech:
+        """A chat whose items are replaced by placeholders.
+
+        Args:
+            record: of any shape.
+            written: modality → the text that stands for an item (`written_by`).
+            where: the record, for messages.
+
+        Raises:
+            ConfigError: there are not as many items as placeholders; or a part of a message is of no modality.
+        """
+        return Speech(record, Weaver(self.fields, self.tokenizer, File(where), self._kept), written, where)
+
     def place(
         self, marked: Sequence[int], entries: Mapping[str, Sequence[Any]], where: str, folder: str
     ) -> tuple[list[int], PromptItems]:
@@ -111,8 +125,8 @@ def in_folder(entry: Any, folder: str) -> Any:
     """Items of a record, one or a list, whose paths do not depend on the folder of its file."""
     if isinstance(entry, list):
         return [in_folder(one, folder) for one in entry]
-    if isinstance(entry, Mapping) and isinstance(path := entry.get("path"), str):
-        return {**entry, "path": in_folder(path, folder)}
+    if isinstance(entry, Mapping):
+        return {key: in_folder(one, folder) if key in ("path", "url") else one for key, one in entry.items()}
     relative = isinstance(entry, str) and entry and not entry.startswith(("/", "data:", "file://"))
     return posixpath.join(folder, entry) if relative and not is_remote(entry) else entry
 
