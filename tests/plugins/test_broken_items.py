@@ -168,8 +168,8 @@ def test_data_without_items_is_told_where_the_model_takes_some_in(
     file = write_records(tmp_path / "data.jsonl", [{"text": f"a<scan> {at}", "scans": ["0.npy"]} for at in range(99)])
     settings = {"text.path": str(file), "text.cache": str(tmp_path / "cache")}
     run_forge(("text", "items_data:Scans"), settings, steps=1, folder=tmp_path / "run")
-    (said,) = (one.getMessage() for one in caplog.records if "take in items" in one.getMessage())
+    (said,) = (one.getMessage() for one in caplog.records if "takes in items" in one.getMessage())
     assert "'<scan>' in a text is a word" in said
     caplog.clear()
     run_forge(("scans:Scans",), steps=1, folder=tmp_path / "made")
-    assert "take in items" not in caplog.text, "a plugin that makes items out of batches"
+    assert "takes in items" not in caplog.text, "a plugin that makes items out of batches"

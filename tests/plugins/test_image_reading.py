@@ -215,7 +215,7 @@ def test_what_is_no_picture_is_refused_by_name(tmp_path: Path) -> None:
         ("text.jpg", {}, "is not an image that Pillow can read"),
         ("cut.png", {}, "is damaged or cut short (image file is truncated"),
         ("head.png", {}, "is damaged or cut short"),
-        ("moving.gif", {}, "has 3 frames, where an image has one"),
+        ("moving.gif", {}, "has 3 frames, and an image must have one"),
         ("float.tif", {}, "32 bits and no known range"),
         ("big.png", {"max_pixels": 4000}, "64 × 64 pixels are more than max_pixels = 4,000"),
         ("big.png", {"max_bytes": 99}, "bytes are more than max_bytes = 99"),

@@ -168,7 +168,7 @@ def test_every_share_of_the_experts_has_some_of_each_kind() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (["moe.experts=7"], "text and scan can't have equally many of 7 experts"),
+        (["moe.experts=7"], "7 experts .* can't be divided evenly among text and scan"),
         (["moma.experts={scam=2}"], r"there is no modality 'scam'\. Did you mean 'scan'\?"),
         (["moma.experts={scan=8}"], "text would have 0"),
         (["moma.experts={scan=1}"], "moe.top_k: .* groups of 7, 1 experts, and a token can't choose 2 of 1"),

@@ -201,7 +201,7 @@ def test_a_token_costs_what_it_costs_without_modalities() -> None:
     ("plugin", "values", "why"),
     [
         ("moe", (), "the feed_forward of layer 0 (MoEFeedForward) has experts"),
-        ("mla", ("decoder.kv_heads=4",), "the attention of layer 0 .* does not keep its projections apart"),
+        ("mla", ("decoder.kv_heads=4",), "the attention of layer 0 .* has no separate projections"),
     ],
 )
 def test_a_layer_that_can_not_have_several_sets_of_weights_is_refused(

@@ -319,15 +319,15 @@ def test_a_run_does_not_go_on_with_other_bytes_in_its_records(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ({"text": "a<scan>"}, "the text has <scan> once, and the record 0 scans; give one for each."),
-        ({"text": "a", "scans": ["0.npy"]}, "the text has <scan> not once, and the record 1 scan; give one for each."),
+        ({"text": "a<scan>"}, "the text has 1 placeholder <scan> for 0 scans; write one for each."),
+        ({"text": "a", "scans": ["0.npy"]}, "the text has 0 placeholders <scan> for 1 scan; write one for each."),
         ({"text": "a<scan>", "scans": ["no.npy"]}, "no.npy: No such file or directory."),
         ({"text": "a<scan>", "scans": "0.npy"}, "'scans': expected a list of items, found '0.npy'."),
-        ({"text": "a<scan>", "scans": [3]}, "an item is neither a path nor an address"),
-        ({"text": "a<scan>", "scans": [{"bytes": None}]}, "an item is neither a path nor an address"),
-        ({"text": "a<scan>", "scans": ["text.npy"]}, "text.npy: is no scan that can be read: "),
+        ({"text": "a<scan>", "scans": [3]}, "expected an item: a path, an address, or an object"),
+        ({"text": "a<scan>", "scans": [{"bytes": None}]}, "expected an item: a path, an address, or an object"),
+        ({"text": "a<scan>", "scans": ["text.npy"]}, "text.npy: is not a readable scan: "),
         ({"text": "a<scan>", "scans": ["data:,x"]}, "a data: URL must be of base64"),
-        ({"text": "a<scan>", "scans": ["data:;base64,x"]}, "the content of an item is no base64"),
+        ({"text": "a<scan>", "scans": ["data:;base64,x"]}, "the content of an item is not base64"),
         ({"text": "a<clip>", "clips": ["0.npy"]}, "no enabled plugin gives a modality 'clip', whose items are"),
         ({"text": "<scan>", "scans": ["long.npy"]}, "line 2, has 31, 30 of them positions of items."),
         ({"scans": []}, "no string under 'text' (multimodal.field)"),
@@ -404,7 +404,7 @@ def test_a_mixture_names_the_source_whose_records_are_wrong(tmp_path: Path) -> N
     write_records(tmp_path / "data.jsonl", [{"text": "a<scan>"}])
     options = {"sources": (Source(path=str(tmp_path / "data.jsonl"), items=True),), "packing": "pad", "held_out": 0.0}
     with pytest.raises(
-        ConfigError, match=r"^mixture\.sources\[0\]\.path: .*data\.jsonl, line 1: the text has <scan> once"
+        ConfigError, match=r"^mixture\.sources\[0\]\.path: .*data\.jsonl, line 1: the text has 1 placeholder <scan>"
     ):
         Mixture(Mixture.Config(**options, cache=str(tmp_path / "cache"))).build_data(job(), "train")  # type: ignore[arg-type]
 

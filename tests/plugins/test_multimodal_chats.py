@@ -163,16 +163,16 @@ def test_items_may_lie_in_another_folder(tmp_path: Path) -> None:
             said({"type": "clip", "clip": "a"}),
             "messages[0]: content has a part of type 'clip'; this run reads text",
         ),
-        (said({"type": "scan"}), "the text has <scan> once, and the record 0 scans; give one for each."),
-        (said({"type": "text", "text": "<scan>"}), "the text has <scan> once, and the record 0 scans"),
+        (said({"type": "scan"}), "the text has 1 placeholder <scan> for 0 scans; write one for each."),
+        (said({"type": "text", "text": "<scan>"}), "the text has 1 placeholder <scan> for 0 scans"),
         (
             said({"type": "text", "text": "a"}) | {"scan": "0.npy"},
-            "the text has <scan> not once, and the record 1 scan;",
+            "the text has 0 placeholders <scan> for 1 scan;",
         ),
         (said({"type": "scan", "scan": "no.npy"}), "no.npy: No such file or directory."),
         (said({"type": "text", "text": "<scan>"}) | {"scnas": ["0.npy"]}, "under 'scnas'. Did you mean 'scans'?"),
         ({"text": "<scan>a", "scans": ["0.npy"]}, "its fields (text) are no conversation's"),
-        (said({"type": "text", "text": "a"}, answer="<scan>"), "the text has <scan> once, and the record 0 scans"),
+        (said({"type": "text", "text": "a"}, answer="<scan>"), "the text has 1 placeholder <scan> for 0 scans"),
     ],
 )
 def test_a_mistake_is_told_by_file_and_line(tmp_path: Path, record: object, says: str) -> None:

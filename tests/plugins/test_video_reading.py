@@ -225,8 +225,8 @@ def test_what_is_no_clip_is_refused_by_name(tmp_path: Path) -> None:
     for name, options, says in (
         ("missing.mp4", {}, "there is no such file"),
         ("empty.mp4", {}, "is empty"),
-        ("text.txt", {}, "is no video that FFmpeg can read"),
-        ("list.m3u8", {}, "is no video that FFmpeg can read"),
+        ("text.txt", {}, "is not a video that FFmpeg can read"),
+        ("list.m3u8", {}, "is not a video that FFmpeg can read"),
         ("cut.mp4", {}, "or is damaged"),
         ("cut.mkv", {}, "is cut short: it ends after"),
         ("sound.mp4", {}, "has no video, or is damaged"),

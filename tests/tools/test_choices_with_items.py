@@ -75,9 +75,9 @@ def test_log_likelihoods_are_those_of_one_forward(desk: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('scan = "shown"', 'image = "shown"'), "This model takes text and 'scan', and no 'image'"),
+        (('scan = "shown"', 'image = "shown"'), "This model takes text and 'scan', but no 'image'"),
         (('answer = "answer"', 'answer = "answer"\nshots = 1\nshots_data = "asked.jsonl"'), "leave shots out"),
-        (("{question}", "{question}<scan><scan><scan>"), "the text has <scan> 4 times, and the record 1 scan"),
+        (("{question}", "{question}<scan><scan><scan>"), "the text has 4 placeholders <scan> for 1 scan"),
         (("{question}", f"{{question}}{'x' * 70}"), "the model reads 64 at once; shorten it"),
     ],
 )

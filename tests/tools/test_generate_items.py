@@ -107,8 +107,8 @@ def test_records_name_files_beside_them_and_bring_bytes(trained: Path, scans: Pa
     ("record", "message"),
     [
         ({"prompt": "<scan>x", "scans": ["gone.npy"]}, r"The prompt: .*gone\.npy: No such file"),
-        ({"prompt": "<scan><scan>", "scans": ["0.npy"]}, "The prompt: the text has <scan> 2 times, and the record 1"),
-        ({"prompt": "<scan>x"}, "The prompt: the text has <scan> once, and the record 0 scans"),
+        ({"prompt": "<scan><scan>", "scans": ["0.npy"]}, "The prompt: the text has 2 placeholders <scan> for 1 scan"),
+        ({"prompt": "<scan>x"}, "The prompt: the text has 1 placeholder <scan> for 0 scans"),
         ({"prompt": "x", "scans": "0.npy"}, r"The prompt: 'scans': expected a list of items"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_prompt_that_can_not_be_is_one_sentence(trained: Path, scans: Path, re
 def test_a_model_of_text_alone_refuses_images(tmp_path: Path) -> None:
     run_ = tiny_models.trained(tmp_path)
     said = forge("generate", run_, "--prompt", "x", "--image", "cat.png")
-    assert one_message(said, 2) == "This model takes text alone, and no 'image'."
+    assert one_message(said, 2) == "This model takes text alone, but no 'image'."
 
 
 def test_items_of_any_modality_are_shown_to_each_prompt(trained: Path, scans: Path) -> None:
@@ -141,8 +141,8 @@ def test_items_of_any_modality_are_shown_to_each_prompt(trained: Path, scans: Pa
     ("options", "message"),
     [
         (("--item", "0.npy"), "--item 0.npy: expected MODALITY=FILE, as in video=clip.mp4."),
-        (("--item", "scam=0.npy"), "This model takes text and 'scan', and no 'scam'."),
-        (("--image", "0.npy"), "This model takes text and 'scan', and no 'image'."),
+        (("--item", "scam=0.npy"), "This model takes text and 'scan', but no 'scam'."),
+        (("--image", "0.npy"), "This model takes text and 'scan', but no 'image'."),
         (("--item", "scan=gone.npy"), "The prompt: gone.npy: No such file or directory."),
         (("--item", "scan=0.npy", "--from-file", "a.jsonl", "--out", "b.jsonl"), "--image and --item go with --prompt"),
     ],
@@ -202,7 +202,7 @@ def test_a_chat_shows_items_and_saves_them(trained: Path, scans: Path, tmp_path:
 
 
 def test_other_items_are_refused_where_they_are_asked_for(trained: Path) -> None:
-    with pytest.raises(ConfigError, match=r"This model takes text and 'scan', and no 'image'"):
+    with pytest.raises(ConfigError, match=r"This model takes text and 'scan', but no 'image'"):
         open_model(trained).generate("x", items={"image": ["cat.png"]})
 
 
@@ -242,7 +242,7 @@ def test_a_task_shows_items_beside_its_prompts(trained: Path, scans: Path, tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('scan = "shown"', 'image = "shown"'), "This model takes text and 'scan', and no 'image'"),
+        (('scan = "shown"', 'image = "shown"'), "This model takes text and 'scan', but no 'image'"),
         (('scan = "shown"', 'scan = "seen"'), "has no field 'seen'; the fields are 'shown', 'answer'"),
         (("tokens = 4", "tokens = 60"), "A prompt has 6 tokens with its items, and the model reads 64"),
         (("tokens = 4", 'shots = 1\nshots_data = "asked.jsonl"'), "leave shots out where prompts have items"),
@@ -257,7 +257,7 @@ def test_a_task_that_can_not_show_items_is_told(
 
 
 def test_a_placeholder_without_an_item_is_told_for_a_single_prompt_too(trained: Path) -> None:
-    with pytest.raises(ConfigError, match="The prompt: the text has <scan> once, and the record 0 scans"):
+    with pytest.raises(ConfigError, match="The prompt: the text has 1 placeholder <scan> for 0 scans"):
         open_model(trained).generate("<scan>x")
 
 
@@ -272,7 +272,10 @@ def test_the_layers_of_encoders_are_none_of_the_models(trained: Path, tmp_path: 
 
 def test_training_without_items_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny_models.trained(tmp_path, plugins=("items_data:Scans",))
-    assert caplog.text.count("The data gives no 'scan': its encoder learns nothing") == 1
+    assert caplog.text.count("its encoder learns nothing") == 1
+    assert "The model takes in items of 'scan' (plugin 'scans'), but the data plugin reads none" in caplog.text
+    assert "'<scan>'" in caplog.text
+    assert sum("'scan'" in one.message for one in caplog.records if one.levelname == "WARNING") == 1
 
 
 def test_an_export_without_a_place_for_the_encoder_is_refused(trained: Path, tmp_path: Path) -> None:

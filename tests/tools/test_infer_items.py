@@ -147,11 +147,11 @@ def test_chats_show_their_items_whatever_their_shape(desk: Path, tmp_path: Path)
     ("record", "options", "message"),
     [
         ({"text": "<scan>x", "scans": ["scans/gone.npy"]}, (), "gone.npy: No such file"),
-        ({"text": "<scan><scan>", "scans": ["scans/0.npy"]}, (), "the text has <scan> 2 times, and the record 1 scan"),
-        ({"text": "<scan>x"}, (), "the text has <scan> once, and the record 0 scans"),
+        ({"text": "<scan><scan>", "scans": ["scans/0.npy"]}, (), "the text has 2 placeholders <scan> for 1 scan"),
+        ({"text": "<scan>x"}, (), "the text has 1 placeholder <scan> for 0 scans"),
         ({"text": "<scan>", "scans": ["scans/0.npy"]}, (), "has no token that could be asked for"),
         ({"text": f"<scan>{'x' * 80}", "scans": ["scans/0.npy"]}, ("--long", "left"), "Records with items are not cut"),
-        (said("<scan>?"), ("--template", "plain"), "the text has <scan> once, and the record 0 scans"),
+        (said("<scan>?"), ("--template", "plain"), "the text has 1 placeholder <scan> for 0 scans"),
         (said({"type": "tape", "tape": "a"}), ("--template", "plain"), "content has a part of type 'tape'"),
     ],
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 from ..modalities import FusionSpec, extras_of
 from .declare import TensorStyle
 from .kinds import Kinds, Note, piece_of_places
-
-log = logging.getLogger("forge_train")
 
 
 class Enter(nn.Module):
@@ -26,7 +23,6 @@ class Enter(nn.Module):
     def __init__(self, encoders: Mapping[str, Any]) -> None:
         super().__init__()
         self.encoders = nn.ModuleDict(dict(encoders))
-        self._told: set[str] = set()
         self.sequence_piece = (0, 1)
         """Index of this rank's piece of each sequence, and number of pieces; set by tensor parallelism."""
 
@@ -35,23 +31,12 @@ class Enter(nn.Module):
         for name, encoder in self.encoders.items():
             values, grids, places = (extras.get(one) for one in extras_of(name))
             if values is None or grids is None or places is None:
-                self._missed(name)
                 continue
             features = encoder(values, grids).to(hidden.dtype)
             mine = piece_of_places(places, self.sequence_piece)[..., None]
             found = features.gather(1, mine.clamp(min=0).expand(-1, -1, features.shape[-1]))
             hidden = torch.where(mine >= 0, found, hidden)
         return hidden
-
-    def _missed(self, name: str) -> None:
-        """Warn once, in training, of data without items."""
-        if self.training and torch.is_grad_enabled() and name not in self._told:
-            self._told.add(name)
-            log.warning(
-                "The data gives no %r: its encoder learns nothing. Enable a data plugin that reads items, or leave the "
-                "modality out.",
-                name,
-            )
 
 
 class InSequence(nn.Module):

@@ -116,5 +116,5 @@ def items_of(job: Job, items: Mapping[str, Sequence[Any]]) -> ItemPrompts | None
     known = () if found is None else tuple(found.fields.modalities)
     if unknown := [name for name, some in items.items() if some and name not in known]:
         takes = f"text and {format_list(map(repr, known))}" if known else "text alone"
-        raise ConfigError(f"This model takes {takes}, and no {unknown[0]!r}.")
+        raise ConfigError(f"This model takes {takes}, but no {unknown[0]!r}.")
     return found

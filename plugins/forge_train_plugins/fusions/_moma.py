@@ -50,8 +50,8 @@ def group_of_experts(experts: int, names: Sequence[str], asked: Mapping[str, int
         kinds = len(names) + 1
         if experts % kinds:
             raise ConfigError(
-                f"moma.experts: text and {format_list(names)} can't have equally many of {experts} experts "
-                "(moe.experts); say how many each modality has."
+                f"moma.experts: {experts} experts (moe.experts) can't be divided evenly among text and "
+                f"{format_list(names)}; say how many each modality has."
             )
         counts = [experts // kinds] * kinds
     if min(counts) < 1:

@@ -33,14 +33,14 @@ def give_weights(blocks: Mapping[str, nn.Module], kinds: Kinds) -> None:
             one: Any = module
             if name == "attention":
                 if not all(hasattr(one, method) for method in ("project", "output", "another")):
-                    raise ConfigError(_cannot(number, name, one, "does not keep its projections apart"))
+                    raise ConfigError(_cannot(number, name, one, "has no separate projections"))
                 make = one.another
             else:
                 if any(getattr(inner, "domain", "") == "expert" for inner in one.modules()):
                     raise ConfigError(_cannot(number, name, one, "has experts"))
                 make = partial(copy.deepcopy, one)
             if _plan(one).get("", "gather") != "gather":
-                raise ConfigError(_cannot(number, name, one, "shares tokens out itself"))
+                raise ConfigError(_cannot(number, name, one, "distributes tokens itself"))
             one.others = nn.ModuleDict({kind: make() for kind in kinds.names})
             one.kinds = kinds
             changes.get(name, norm)(one)

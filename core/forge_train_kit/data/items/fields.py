@@ -193,8 +193,9 @@ def warn_of_none(job: Job) -> None:
         if not given or not job.dist.main or plugin in job.hooks.implementers("prepare_batch"):
             continue
         log.warning(
-            "Plugin %r has the model take in items, and the data gives none: their fields in records are not read, and "
-            "%s in a text is a word. Enable a data plugin that reads items, or leave %s out.",
+            "The model takes in items of %s (plugin %r), but the data plugin reads none: its encoder learns nothing, "
+            "and %s in a text is a word. Enable a data plugin that reads items, or disable %r.",
+            format_list(repr(one.name) for one in given),
             plugin,
             format_list(repr(one.placeholder) for one in given),
             plugin,
@@ -214,7 +215,7 @@ def called(modality: Modality, method: str, source: ItemSource) -> Any:
     except OSError as error:
         raise ConfigError(f"{source}: can't be read: {error.strerror or describe(error)}.") from error
     except Exception as error:  # whatever a decoder makes of a broken file
-        raise ConfigError(f"{source}: is no {modality.name} that can be read: {describe(error)}.") from error
+        raise ConfigError(f"{source}: is not a readable {modality.name}: {describe(error)}.") from error
 
 
 def _check_broken(broken: Broken, modalities: Mapping[str, Modality], key: str) -> None:

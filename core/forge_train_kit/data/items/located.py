@@ -68,7 +68,8 @@ def located(entry: Any, file: File, folder: str, where: str, kept: Kept) -> Loca
         return _keep(given, kept)
     if not isinstance(given, str) or not given:
         raise ConfigError(
-            f"{where}: an item is neither a path nor an address, and has no bytes, path or url: {short(entry)}."
+            f"{where}: expected an item: a path, an address, or an object with bytes, path or url; found "
+            f"{short(entry)}."
         )
     if given.startswith("data:"):
         return _keep(_decoded(given, where), kept)
@@ -105,7 +106,7 @@ def _unpacked(content: str, where: str) -> bytes:
     try:
         return base64.b64decode(content, validate=True)
     except binascii.Error as error:
-        raise ConfigError(f"{where}: the content of an item is no base64 ({error}).") from error
+        raise ConfigError(f"{where}: the content of an item is not base64 ({error}).") from error
 
 
 def _keep(content: bytes, kept: Kept) -> Located:

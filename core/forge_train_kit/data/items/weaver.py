@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from forge_train import ConfigError
 from forge_train.base.errors import PluginError
 
+from ...format import format_plural
 from ...modalities import Grid, Item
 from ..file import File
 from ..shard import Ids, Learned
@@ -116,10 +117,9 @@ class Weaver:
 
     def miscounted(self, name: str, there: int, items: int, where: str) -> ConfigError:
         """The error for a number of placeholders that is not that of the items."""
-        times = {0: "not once", 1: "once"}.get(there, f"{there} times")
+        placeholders = f"{format_plural(there, 'placeholder')} {self.fields.modalities[name].placeholder}"
         return ConfigError(
-            f"{where}: the text has {self.fields.modalities[name].placeholder} {times}, and the record {items} "
-            f"{name if items == 1 else f'{name}s'}; give one for each."
+            f"{where}: the text has {placeholders} for {format_plural(items, name)}; write one for each."
         )
 
     def _noted(self, name: str, found: Located, position: int, where: str) -> tuple[Noted, list[Ids]]:

@@ -86,9 +86,9 @@ def opened(source: ItemSource, config: Video.Config) -> Iterator[Clip]:
     except (ConfigError, MemoryError):
         raise
     except av.error.InvalidDataError as error:
-        raise ConfigError(f"{source}: is no video that FFmpeg can read, or is damaged.") from error
+        raise ConfigError(f"{source}: is not a video that FFmpeg can read, or is damaged.") from error
     except av.error.FFmpegError as error:
-        raise ConfigError(f"{source}: is no video that FFmpeg can read ({error.strerror}).") from error
+        raise ConfigError(f"{source}: is not a video that FFmpeg can read ({error.strerror}).") from error
 
 
 def taken(clip: Clip, times: Sequence[float], size: tuple[int, int], *, crop: bool = False) -> NDArray[np.uint8]:

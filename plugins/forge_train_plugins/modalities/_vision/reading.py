@@ -36,11 +36,11 @@ def opened(source: ItemSource, max_bytes: int, max_pixels: int) -> Iterator[Imag
             if width * height > max_pixels:
                 raise ConfigError(
                     f"{source}: {width:,} × {height:,} pixels are more than max_pixels = {max_pixels:,}; raise it if "
-                    "the file is what it should be."
+                    "you trust the file."
                 )
             frames = getattr(image, "n_frames", 1) if image.format not in _SEVERAL else 1
             if frames > 1:
-                raise ConfigError(f"{source}: has {frames:,} frames, where an image has one.")
+                raise ConfigError(f"{source}: has {frames:,} frames, and an image must have one.")
             yield image
     except (ConfigError, MemoryError):
         raise
