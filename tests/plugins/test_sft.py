@@ -341,7 +341,7 @@ def test_a_row_for_each_turn(here: Path) -> None:
     plugin = sft(here, each_turn=True, packing="pad")
     loader = plugin.build_data(job(here), "train")
     assert learned(here, epoch(loader)) == Counter(f"{at}<|im_end|>" for at in ("one", "two", "three"))
-    (problem,) = SFT(SFT.Config(path="x", each_turn=True, learn="last")).check_config(SimpleNamespace())  # type: ignore[arg-type]
+    (problem,) = SFT(SFT.Config(path=plugin.config.path, each_turn=True, learn="last")).check_config(SimpleNamespace())  # type: ignore[arg-type]
     assert problem.key == "sft.learn"
 
 

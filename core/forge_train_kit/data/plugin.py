@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from forge_train import ConfigError, Ge, Gt, Plugin, Problem, hookimpl, section
 
 from ..facts import WEIGHS_LABELS
+from ..stores.addresses import is_remote
+from .files import find
 
 if TYPE_CHECKING:
     from forge_train import Finished, Job, Loader, Metric, Model
@@ -38,7 +40,7 @@ class Prefetch:
 
     workers: Annotated[int, Ge(0)] = 0
     """Threads or processes of each rank that read ahead. With 0, data is read when a step needs it, which is fastest
-    if the data is in memory or on a local disk."""
+    if the data is in memory or on a local disk. Where items such as images are decoded, 1 is the default."""
     kind: Literal["threads", "processes"] = "threads"
     """Threads cost less. Processes help if reading holds Python's global interpreter lock, and can be ended if they
     hang."""
@@ -114,6 +116,32 @@ class DataPlugin(Plugin):
 def bucket_values(packing: str) -> dict[str, Any]:
     """Return the values implied by packing in buckets: for `implied_values`."""
     return {"train.micro_batch": 1} if packing == "buckets" else {}
+
+
+def check_path(path: str | tuple[str, ...], key: str, wants: str) -> Iterator[Problem]:
+    """Check that there is data on this machine, before a model is built: for `check_config`.
+
+    Args:
+        path: files, folders, patterns or addresses; what is elsewhere is not asked for.
+        key: that names them.
+        wants: the data, for messages.
+    """
+    if not path:
+        yield Problem(key, f"required: {wants}.", data=True)
+    try:
+        here = [one for one in ([path] if isinstance(path, str) else path) if one and not is_remote(one)]
+        find(here, key=key)
+    except ConfigError as error:
+        yield Problem(key, str(error).removeprefix(f"{key}: "), data=True)
+
+
+def item_values(key: str) -> dict[str, Any]:
+    """Return the values implied by items that a data plugin decodes: for `implied_values`.
+
+    Args:
+        key: the data plugin's section.
+    """
+    return {f"{key}.prefetch.workers": 1}
 
 
 def check_buckets(packing: str, config: RunConfig) -> Iterator[Problem]:

@@ -36,6 +36,7 @@ from forge_train_kit.data.plugin import (
     check_buckets,
     check_prefetch,
     check_weights,
+    item_values,
 )
 
 if TYPE_CHECKING:
@@ -127,7 +128,9 @@ class Mixture(DataPlugin):
         from forge_train_kit.data.tokens import tokenizer_of
 
         paths = [tokenizer_of(Path(source.path)) for source in config.sources]
-        return bucket_values(config.packing) | next(({"tokenizer.path": path} for path in paths if path), {})
+        tokenizer = next(({"tokenizer.path": path} for path in paths if path), {})
+        items = item_values("mixture") if any(source.items for source in config.sources) else {}
+        return {**bucket_values(config.packing), **tokenizer, **items}
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:

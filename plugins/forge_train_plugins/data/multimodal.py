@@ -10,7 +10,7 @@ from forge_train.base.strict_json import dumps
 from forge_train.contract.protocols import Loader
 from forge_train_kit import hookspecs
 from forge_train_kit.capabilities import KernelCapabilities
-from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
+from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_path, check_prefetch, item_values
 
 if TYPE_CHECKING:
     import torch
@@ -71,11 +71,14 @@ class Multimodal(DataPlugin):
     _sides: Mapping[Side, Any] | None = None
     _epoch: Pieces | None = None
 
+    @classmethod
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
+        return item_values("multimodal")
+
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
         yield from check_prefetch(self.config.prefetch, "multimodal", items=True)
-        if not self.config.path:
-            yield Problem("multimodal.path", "required: your records, such as captions.jsonl.", data=True)
+        yield from check_path(self.config.path, "multimodal.path", "your records, such as captions.jsonl")
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities:

@@ -18,6 +18,7 @@ from forge_train_kit.data.plugin import (
     ahead,
     bucket_values,
     check_buckets,
+    check_path,
     check_prefetch,
     check_weights,
 )
@@ -114,8 +115,7 @@ class SFT(DataPlugin):
             re.compile(self.config.learn_pattern)
         except re.error as error:
             yield Problem("sft.learn_pattern", f"no regular expression: {error}.")
-        if not self.config.path:
-            yield Problem("sft.path", "required: your conversations, such as chats.jsonl.", data=True)
+        yield from check_path(self.config.path, "sft.path", "your conversations, such as chats.jsonl")
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_train import Ge, Gt, Job, Le, Plugin, Problem, hookimpl, section
+from forge_train_kit.data.plugin import item_values
 from forge_train_kit.hf import HFAround, HFModel
 from forge_train_kit.modalities import Modality
 
@@ -28,6 +29,10 @@ class _Vision(Plugin):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._once: list[Any] = []
+
+    @classmethod
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
+        return item_values("sft")
 
     @hookimpl
     def on_start(self, job: Job, model: Model) -> None:
@@ -159,6 +164,10 @@ class ImageTiles(Plugin):
 
     config: Config
 
+    @classmethod
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
+        return item_values("sft")
+
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
         yield from check_tiles(self.config)
@@ -207,6 +216,10 @@ class HFImages(Plugin):
         """Files with more bytes are refused before they are read."""
 
     config: Config
+
+    @classmethod
+    def implied_values(cls, config: Any) -> Mapping[str, Any]:
+        return item_values("sft")
 
     @hookimpl
     def modalities(self, job: Job) -> list[Modality]:
