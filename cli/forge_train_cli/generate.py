@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from forge_train.base.strict_json import dumps
 from forge_train_kit.format import format_plural
 
 from . import screen
-from .options import json_option, nproc_option, plugins_option, set_option, stdin_text
+from .options import items_of, items_options, json_option, nproc_option, plugins_option, set_option, stdin_text
 from .sampling import factors, sampling_options, values
 
 if TYPE_CHECKING:
@@ -40,18 +39,7 @@ JOB = {"out": None, "samples": 1, "field": "", "long": "refuse", "logprobs": Fal
     metavar="TEXT",
     help="The text to continue; - reads it from stdin, unchanged; may be repeated.",
 )
-@click.option(
-    "--image",
-    multiple=True,
-    metavar="FILE",
-    help="An image for each prompt, at its <image> or before it; may be repeated.",
-)
-@click.option(
-    "--item",
-    multiple=True,
-    metavar="MODALITY=FILE",
-    help="The same for any modality that the model takes, as in video=clip.mp4.",
-)
+@items_options
 @click.option(
     "--from-file", multiple=True, metavar="SOURCE", help="Files, folders or patterns of records with a prompt."
 )
@@ -103,7 +91,7 @@ def generate(
     from forge_train_tools.generation.sampling import Sampling
 
     job = {name: options.pop(name) for name in JOB}
-    files, items = options.pop("from_file"), _items(options.pop("image"), options.pop("item"))
+    files, items = options.pop("from_file"), items_of(options.pop("image"), options.pop("item"))
     sampling, adapters = Sampling(**options), factors(adapter)
     if prompt.count("-") > 1:
         raise ConfigError("--prompt -: stdin can be read once.")
@@ -141,17 +129,6 @@ def generate(
     if sampling.drafts:
         result["drafts"] = {"proposed": completion.drafts.proposed, "accepted": completion.drafts.accepted}
     click.echo(dumps(result))
-
-
-def _items(images: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
-    """Files by modality."""
-    found: dict[str, list[str]] = {}
-    for one in (*(f"image={file}" for file in images), *others):
-        name, _, file = one.partition("=")
-        if not (name and file):
-            raise ConfigError(f"--item {one}: expected MODALITY=FILE, as in video=clip.mp4.")
-        found.setdefault(name, []).append(file)
-    return found
 
 
 def _head(checkpoint: str, step: int, adapters: dict[str, float]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,7 +11,16 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
 
 from . import screen
-from .options import json_option, names_of, nproc_option, plugins_option, set_option, stdin_text
+from .options import (
+    items_of,
+    items_options,
+    json_option,
+    names_of,
+    nproc_option,
+    plugins_option,
+    set_option,
+    stdin_text,
+)
 
 if TYPE_CHECKING:
     from forge_train_tools.looking.found import Looked
@@ -22,6 +31,7 @@ PAGE, NUMBERS = ".html", ".safetensors"
 @click.command(short_help="Show what passes through a model while it reads a text.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--text", required=True, metavar="TEXT", help="The text to read; - reads it from stdin, unchanged.")
+@items_options
 @click.option(
     "--out",
     "files",
@@ -50,6 +60,7 @@ def look(
     assignments: tuple[str, ...],
     nproc: int | None,
     as_json: bool,
+    **items: Any,
 ) -> None:
     """Show what passes through the model of PATH, a run, a checkpoint or a Hugging Face folder, while it reads a text:
     norms of the residual stream after each layer, attention maps of chosen heads, and the logit lens, which applies the
@@ -60,6 +71,7 @@ def look(
     forge debug look Qwen3-0.6B --text "The capital of France is" --heads 0.0,27.* --out look.html
     forge debug look runs/first --text "def add(a, b):" --out look.safetensors --json
     forge debug look runs/first --text "def add(a, b):" --out without.html -p steer -s 'steer.zero_heads=["0.1"]'
+    forge debug look runs/seeing --image cat.png --text "A picture of a cat" --out look.html
     forge debug look runs/big --text "def add(a, b):" --out look.html --nproc 4 -p tp -s parallel.tp=2
     """
     from forge_train_tools.looking.look import Looking
@@ -69,7 +81,12 @@ def look(
 
     _check(files, as_json=as_json)
     asked = Looking(
-        path=path, text=stdin_text("--text -") if text == "-" else text, heads=heads, plugins=plugins, set=assignments
+        path=path,
+        text=stdin_text("--text -") if text == "-" else text,
+        items=items_of(**items),
+        heads=heads,
+        plugins=plugins,
+        set=assignments,
     )
     found = run(asked, nproc=nproc or 1)
     for file in files:

@@ -49,7 +49,7 @@ def page(found: Looked) -> str:
     words = [word(text) for text in found.texts]
     sections = [
         f"<h1>{escape(title)}</h1>",
-        f"<pre>{escape(''.join(word(text) for text in found.texts if text))}</pre>",
+        f"<pre>{escape(word(found.text))}</pre>",
         "<h2>Norms of the residual stream</h2>",
         "<p>2-norm of each token's state, before the first layer and after each, with the mean of each line.</p>",
         _norms(found, words),
@@ -111,7 +111,7 @@ def _guess(lens: Lens, state: int, at: int) -> str:
     probability = float(lens.probability[state, at])
     rank = int(lens.rank[state, at]) if at < lens.rank.shape[1] else None
     marks = ["d" if probability > 1 / 2 else "l"] + ["t"] * (rank == 1)
-    text = f"{word(lens.texts[state][at])} {probability:.0%}" + (f" #{rank:,}" if rank is not None else "")
+    text = f"{word(lens.texts[state][at])} {probability:.0%}" + (f" #{rank:,}" if rank else "")
     colour = "rgb({},{},{})".format(*_colour(probability))
     return f'<td class="{" ".join(marks)}" style="background:{colour}">{escape(text)}</td>'
 

@@ -145,6 +145,33 @@ def named_values(option: str, given: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def items_options(function: _F) -> _F:
+    """The options that show a model items beside text, for `items_of`."""
+    for option in (
+        click.option("--item", multiple=True, metavar="MODALITY=FILE",
+                     help="The same for any modality that the model takes, as in video=clip.mp4."),
+        click.option("--image", multiple=True, metavar="FILE",
+                     help="An image for each text, at its <image> or before it; may be repeated."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def items_of(image: tuple[str, ...], item: tuple[str, ...]) -> dict[str, list[str]]:
+    """Files by modality.
+
+    Raises:
+        ConfigError: one has no modality.
+    """
+    found: dict[str, list[str]] = {}
+    for one in (*(f"image={file}" for file in image), *item):
+        name, _, file = one.partition("=")
+        if not (name and file):
+            raise ConfigError(f"--item {one}: expected MODALITY=FILE, as in video=clip.mp4.")
+        found.setdefault(name, []).append(file)
+    return found
+
+
 def json_option(function: _F) -> _F:
     """--json, passed as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)

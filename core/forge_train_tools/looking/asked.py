@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -28,12 +28,14 @@ class Looking:
     Args:
         path: a run, a checkpoint or a Hugging Face folder.
         text: to read.
+        items: files by modality, at the text's placeholders, or before it.
         heads: `L.H` each, the number of a layer and of a head of it, or `L.*`; empty for a few.
         plugins: to enable too; so is `set`, values to override.
     """
 
     path: Path
     text: str
+    items: Mapping[str, Sequence[str]] = field(default_factory=dict)
     heads: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
     set: tuple[str, ...] = ()
@@ -46,11 +48,11 @@ class Looking:
         return same.source(world)
 
 
-def encoded(text: str, tokenizer: Tokenizer, longest: int | None) -> list[int]:
+def encoded(text: str, tokenizer: Tokenizer) -> list[int]:
     """A text as tokens, with the beginning of a document.
 
     Raises:
-        ConfigError: if it has no token, or too many.
+        ConfigError: if it has no token.
     """
     try:
         text.encode("utf-8")
@@ -60,10 +62,7 @@ def encoded(text: str, tokenizer: Tokenizer, longest: int | None) -> list[int]:
     if not own:
         raise ConfigError("--text: has no token; give a text to read.")
     begin = list(tokenizer.begin)
-    ids = own if begin and own[: len(begin)] == begin else [*begin, *own]
-    if longest is not None and len(ids) > longest:
-        raise ConfigError(f"--text: has {len(ids):,} tokens, and the model reads {longest:,} at once; shorten it.")
-    return ids
+    return own if begin and own[: len(begin)] == begin else [*begin, *own]
 
 
 def chosen(part: nn.Module, asked: Sequence[str]) -> dict[str, list[int]]:

@@ -21,7 +21,8 @@ class Lens:
     probability: Tensor
     """Its probability, `[states, tokens]` fp32."""
     rank: Tensor
-    """The place of the token that does follow, 1 for the likeliest; `[states, tokens - 1]` int64."""
+    """The place of the token that does follow, 1 for the likeliest, and 0 before a position of an item;
+    `[states, tokens - 1]` int64."""
     texts: list[list[str]]
     """The text of each of `top`."""
 
@@ -33,8 +34,10 @@ class Looked:
     checkpoint: str
     step: int
     ids: list[int]
+    text: str
+    """All of it, with a placeholder for each item."""
     texts: list[str]
-    """Of each token; empty for all but the last token of a character."""
+    """Of each token; empty for all but the last token of a character. A position of an item has a label."""
     states: list[str]
     """Names of states of the residual stream: before the first layer, and after each."""
     norms: Tensor

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from forge_train.base.errors import ConfigError
 from forge_train.compose.initialise import allocate
-from forge_train.contract.batch import MASKED, Batch
+from forge_train.contract.batch import Batch
 from forge_train.contract.model import Model
 from forge_train.mesh.layout import Layout
 from forge_train.plugin import hookspecs
@@ -28,8 +28,9 @@ from ..launching.once import launch_once
 from ..offline.logits import logits_of
 from ..offline.opening import Source, compose_meta, lone_job
 from . import layout
-from .asked import Looking, chosen, encoded, head_count
+from .asked import Looking, chosen, head_count
 from .found import BEFORE, Lens, Looked, lens_rows
+from .text import Text
 from .watch import Watch, why_without
 
 __all__ = ["Lens", "Looked", "Looking", "look"]
@@ -51,7 +52,8 @@ class _Reading:
         (self.part,) = self.model.parts
         self.heads = chosen(self.part, asked.heads)
         self.tokenizer = tokenizer_of(self.job)
-        self.ids = encoded(asked.text, self.tokenizer, getattr(self.part, "max_sequence", None))
+        self.text = Text(asked, self.job, self.tokenizer, getattr(self.part, "max_sequence", None))
+        self.ids = self.text.ids
         given = self.job.hooks.gives("head")
         self.no_lens = "" if given == "token_logits" else f"The head gives {given!r}, and not token logits."
 
@@ -75,7 +77,8 @@ class _Reading:
             checkpoint=str(self.source.path),
             step=self.source.step,
             ids=self.ids,
-            texts=[text for text, _ in texts_of(self.tokenizer, self.ids)],
+            text=self.text.whole,
+            texts=self.text.words,
             states=[BEFORE, *layers],
             norms=norms,
             attention=maps,
@@ -99,6 +102,8 @@ def look(asked: Looking, *, nproc: int = 1) -> Looked:
     source = asked.source(nproc)
     Layout.of(source.setup.config.parallel, nproc)
     reading = _Reading(asked, source)
+    if nproc > 1 and reading.text.items:
+        raise ConfigError("--image, --item: a text with items is looked at on one process; leave out --nproc.")
     return _alone(reading) if nproc == 1 else _on_several(asked, reading, nproc)
 
 
@@ -120,8 +125,8 @@ def _alone(reading: _Reading) -> Looked:
     model.train(False)
     edits = Interventions.of(model, job)
     with torch.no_grad(), edits.applied(), _watched(part, reading.heads) as watch:
-        hidden = _read(job, model, reading.ids)
-        lens = reading.no_lens or _lens(job, part, watch, hidden, reading.ids)
+        hidden = _read(job, model, reading.text.batch(job))
+        lens = reading.no_lens or _lens(job, part, watch, hidden, reading.text)
     norms = torch.stack([torch.linalg.vector_norm(x[0].float(), dim=-1) for x in watch.states.values()]).cpu()
     attention = {name: found.float().cpu() for name, found in watch.attention.items()}
     no_lens = lens if isinstance(lens, str) else ""
@@ -137,27 +142,27 @@ def _watched(part: nn.Module, heads: Mapping[str, Sequence[int]]) -> Iterator[Wa
         watch.close()
 
 
-def _read(job: Job, model: Model, ids: Sequence[int]) -> Tensor:
+def _read(job: Job, model: Model, batch: Batch) -> Tensor:
     """The model's last hidden states, `[1, tokens, dim]`."""
-    inputs = torch.tensor([ids], device=job.device)
-    job.step.batch = Batch(inputs, torch.full_like(inputs, MASKED))
+    job.step.batch = batch
     try:
-        hidden: Tensor = model(inputs)
+        hidden: Tensor = model(batch.inputs, **batch.model_inputs())
     finally:
         job.step.end()
     return hidden
 
 
-def _lens(job: Job, part: nn.Module, watch: Watch, hidden: Tensor, ids: Sequence[int]) -> list[Tensor] | str:
+def _lens(job: Job, part: nn.Module, watch: Watch, hidden: Tensor, text: Text) -> list[Tensor] | str:
     """The numbers of the lens, or why there are none."""
     states, behind = list(watch.states.values()), list(watch.behind)
     watch.close()
     finished = [_through(behind, one) for one in states]
     if not torch.allclose(finished[-1], hidden, rtol=1e-4, atol=1e-5):
         return f"{type(part).__name__} does something else than its modules between the last layer and the head."
-    task, following = hookspecs.task(job), torch.tensor(ids[1:])
-    rows = [lens_rows(logits_of(task, part, one, len(ids)), following) for one in finished]
-    return [torch.stack(column) for column in zip(*rows, strict=True)]
+    task, following = hookspecs.task(job), torch.tensor(text.ids[1:])
+    rows = [lens_rows(logits_of(task, part, one, len(text.ids)), following) for one in finished]
+    top, probability, rank = (torch.stack(column) for column in zip(*rows, strict=True))
+    return [top, probability, rank.masked_fill(text.of_items[1:], 0)]
 
 
 def _through(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
