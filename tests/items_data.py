@@ -1,10 +1,10 @@
-"""A modality of the tests: scans, arrays of numbers in .npy files whose rows are patches."""
+"""Files and records of scans, arrays of numbers in .npy files whose rows are patches, and runs that read them."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,49 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from forge_train import Batch, ConfigError, Job, Plugin, hookimpl
+from forge_train import Batch, Job, Plugin, hookimpl
 from forge_train_kit.data.tokenizers import open_tokenizer
-from forge_train_kit.modalities import Encoder, Grid, Item, ItemSource, Modality
+from forge_train_kit.modalities import Modality
 from forge_train_plugins.data.tokenizer import Tokenizer
-from scans import FEATURES, ScanEncoder
-
-
-class Scan:
-    """Modality with one feature vector for each `merge` patches, rounded up."""
-
-    placeholder, features = "<scan>", FEATURES
-
-    def __init__(self, name: str = "scan", merge: int = 1) -> None:
-        self.name, self.merge = name, merge
-        self.placeholder = f"<{name}>"
-
-    def public(self) -> Mapping[str, Any]:
-        return {"merge": self.merge}
-
-    def measure(self, source: ItemSource) -> Grid:
-        return self.read(source).grid
-
-    def read(self, source: ItemSource) -> Item:
-        with Path(source.path).open("rb") as file:
-            file.seek(source.offset)
-            content = file.read() if source.size is None else file.read(source.size)
-        if content.startswith(b"broken"):
-            raise ConfigError(f"{source}: a broken scan.")
-        values = np.load(io.BytesIO(content))
-        return Item(values, (1, 1, len(values)))
-
-    def smallest(self) -> Grid:
-        return (1, 1, 1)
-
-    def positions(self, grid: Grid) -> int:
-        return -(-grid[2] // self.merge)
-
-    def encoder(self, dim: int) -> Encoder:
-        return ScanEncoder(dim)
+from scans import FEATURES, Scan
 
 
 class Scans(Plugin):
-    """Gives the modality."""
+    """Gives the modality, whose items data reads."""
 
     api = (1, 0)
     requires = ("fusion",)

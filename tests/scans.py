@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import MASKED, Axes, Batch, BatchPhase, Job, Plugin, PrepareBatch, hookimpl
+from forge_train import MASKED, Axes, Batch, BatchPhase, ConfigError, Job, Plugin, PrepareBatch, hookimpl
 from forge_train_kit.modalities import Encoder, Grid, Item, ItemSource, Modality, extras_of
 from forge_train_kit.model import LayerNorm, Linear
 
@@ -60,21 +63,34 @@ class Mixer(nn.Module):
 
 
 class Scan:
-    """Modality whose items this module makes itself."""
+    """Modality with one feature vector for each `merge` patches, rounded up."""
 
-    name, placeholder, features = "scan", "<scan>", FEATURES
+    features = FEATURES
+
+    def __init__(self, name: str = "scan", merge: int = 1) -> None:
+        self.name, self.merge = name, merge
+        self.placeholder = f"<{name}>"
 
     def public(self) -> Mapping[str, Any]:
-        return {}
+        return {"merge": self.merge}
 
     def measure(self, source: ItemSource) -> Grid:
-        raise NotImplementedError
+        return self.read(source).grid
 
     def read(self, source: ItemSource) -> Item:
-        raise NotImplementedError
+        with Path(source.path).open("rb") as file:
+            file.seek(source.offset)
+            content = file.read() if source.size is None else file.read(source.size)
+        if content.startswith(b"broken"):
+            raise ConfigError(f"{source}: a broken scan.")
+        values = np.load(io.BytesIO(content))
+        return Item(values, (1, 1, len(values)))
+
+    def smallest(self) -> Grid:
+        return (1, 1, 1)
 
     def positions(self, grid: Grid) -> int:
-        return grid[0] * grid[1] * grid[2]
+        return -(-grid[2] // self.merge)
 
     def encoder(self, dim: int) -> Encoder:
         return ScanEncoder(dim)

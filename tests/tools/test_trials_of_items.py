@@ -52,6 +52,7 @@ class TwoEach(scans.Scan):
 
 class Odd(scans.Scan):
     def __init__(self, encoder: type[Any]) -> None:
+        super().__init__()
         self.made = encoder
 
     def encoder(self, dim: int) -> Encoder:
