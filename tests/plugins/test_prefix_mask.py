@@ -13,7 +13,7 @@ import prompted
 import tiny_models
 from forge_train import MASKED, Batch, ConfigError
 from forge_train_kit.model import Slots
-from forge_train_plugins.models._decoder.prefix import prefix_ends, with_ends
+from forge_train_plugins.models._decoder.prefix import Ends, goes_on, prefix_ends, with_ends
 
 pytestmark = [pytest.mark.unit]
 
@@ -39,6 +39,33 @@ def test_a_prefix_ends_at_the_first_learned_token_of_its_document() -> None:
     batch = with_ends(Batch(torch.zeros_like(labels), labels, document_ids=documents))
     cut = batch.slice("sequence", (0, 2), (10, 12))
     assert cut.extras["prefix_ends"].tolist() == [[3, 3, 0, 0], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "documents", "expected"),
+    [
+        ([[0, 0, 5, 6, 0, 7]], None, True),
+        ([[0, 0, 5, 6, 7, 0]], None, False),
+        ([[5, 6, 0, 7, 0, 0]], None, True),
+        ([[0, 5, 0, 0, 6, 0]], [[0, 0, 0, 1, 1, 1]], False),
+        ([[0, 5, 0, 6, 0, 6]], [[0, 0, 1, 1, 1, 1]], True),
+        ([[5, 5, 0, 6, 6, 6]], [[0, 0, 1, 1, 1, 1]], False),
+    ],
+)
+def test_a_document_that_goes_on_after_an_answer_is_warned_of_once(
+    labels: Any, documents: Any, expected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A chat's later prompt is asked as a prefix as a whole, and trained as one up to the first answer."""
+    learned = torch.tensor(labels).masked_fill(torch.tensor(labels) == 0, MASKED)
+    ids = None if documents is None else torch.tensor(documents)
+    batch, ends = Batch(torch.zeros_like(learned), learned, document_ids=ids), Ends(tell=True)
+    assert goes_on(batch) is expected
+    for _ in range(2):
+        (found,) = ends([batch])
+        assert found.extras["prefix_ends"].equal(prefix_ends(learned, ids))
+    assert caplog.text.count("a document goes on after an answer") == expected
+    Ends(tell=False)([batch])
+    assert caplog.text.count("goes on") == expected
 
 
 def test_a_prefix_sees_all_of_itself_and_nothing_of_the_answer(model: Any) -> None:

@@ -195,9 +195,9 @@ class Decoder(Plugin):
     def prepare_batch(self, job: Job) -> list[PrepareStep]:
         changes: list[PrepareStep] = []
         if self.config.prefix:
-            from ._decoder.prefix import with_ends
+            from ._decoder.prefix import Ends
 
-            changes.append(PrepareStep(lambda batches: [*map(with_ends, batches)]))
+            changes.append(PrepareStep(Ends(tell=job.dist.main)))
         if self.config.rope.sections:
             from ._decoder.build import item_positions
 

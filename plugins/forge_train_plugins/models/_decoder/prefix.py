@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,47 @@ from torch import Tensor
 
 from forge_train import MASKED, Axes, Batch, ConfigError
 
+log = logging.getLogger("forge_train")
+
 EXTRA = "prefix_ends"
 """The extra of a batch with the end of each token's prefix, `[batch, sequence]`, as in `AttentionOptions`."""
+
+
+class Ends:
+    """Adds the ends of prefixes to batches.
+
+    Args:
+        tell: whether to warn, once, of a document that goes on after an answer: its prefix ends before the first one,
+            and a prompt that goes on so is a prefix as a whole.
+    """
+
+    def __init__(self, *, tell: bool) -> None:
+        self._tell = tell
+
+    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
+        if self._tell and any(map(goes_on, batches)):
+            self._tell = False
+            log.warning(
+                "decoder.prefix: a document goes on after an answer. Tokens after its first answer see only those "
+                "before them in training, but each other in the prompt of a later answer: make each answer the end of "
+                "a document of its own, as sft.each_turn does."
+            )
+        return [*map(with_ends, batches)]
+
+
+def goes_on(batch: Batch) -> bool:
+    """True if something is learned, something not, and something again in a document."""
+    learned = batch.labels != MASKED
+    if learned.ndim < 2 or learned.shape[1] < 2:
+        return False
+    starts = learned[:, 1:] & ~learned[:, :-1]  # not counting a row's first position, which nothing precedes
+    earlier = learned[:, :-1].cumsum(1)
+    if (ids := batch.document_ids) is not None:
+        begins = torch.ones_like(learned)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        before = learned.cumsum(1) - learned.long()
+        earlier = earlier - torch.where(begins, before, 0).cummax(1).values[:, 1:]
+    return bool((starts & (earlier > 0)).any())
 
 
 def with_ends(batch: Batch) -> Batch:
