@@ -67,6 +67,32 @@ class Tiled(Drawn):
         return PrepareBatch(BatchPhase.MAKE, partial(with_pictures, most=1))
 
 
+class Clips(Drawn):
+    """The same with a clip in most rows beside, which the encoder of pictures takes two frames at a time."""
+
+    requires = ("image", "video")
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> PrepareBatch:
+        return PrepareBatch(BatchPhase.MAKE, with_clips)
+
+
+def with_clips(batch: Batch) -> Batch:
+    """The batch, with tokens after those of pictures replaced by clips of at most two pairs of frames."""
+    batch = with_pictures(batch)
+    rows, length = batch.inputs.shape
+    values = torch.zeros(rows, 16, 24, dtype=torch.uint8)
+    grids = torch.zeros(rows, 1, 3, dtype=torch.int64)
+    places: Tensor = torch.full((rows, length), -1)
+    for row, ids in enumerate(batch.inputs):
+        pairs = int(ids[1]) % 3
+        drawn = torch.Generator().manual_seed(int(ids[0]))
+        values[row, : 8 * pairs] = torch.randint(0, 256, (8 * pairs, 24), generator=drawn).byte()
+        grids[row, 0] = torch.tensor((pairs, 2, 4) if pairs else (0, 0, 0))
+        places[row, 12 : 12 + 2 * pairs] = torch.arange(2 * pairs)
+    return _placed(batch, "video", values, grids, places)
+
+
 def with_pictures(batch: Batch, grids: tuple[Grid, ...] = GRIDS, most: int = 4) -> Batch:
     """The batch, with tokens replaced by pictures, of at most so many vectors."""
     rows, length = batch.inputs.shape
@@ -84,11 +110,15 @@ def with_pictures(batch: Batch, grids: tuple[Grid, ...] = GRIDS, most: int = 4) 
             of_rows[row, item] = torch.tensor(grid)
             places[row, at : at + count] = torch.arange(seen, seen + count)
             seen, stored = seen + count, stored + patches
-    names = extras_of("image")
+    return _placed(batch, "image", values, of_rows, places)
+
+
+def _placed(batch: Batch, name: str, values: Tensor, grids: Tensor, places: Tensor) -> Batch:
+    names = extras_of(name)
     return replace(
         batch,
         inputs=batch.inputs.masked_fill(places >= 0, 0),
         labels=batch.labels.masked_fill(places >= 0, MASKED),
-        extras={**batch.extras, **dict(zip(names, (values, of_rows, places), strict=True))},
+        extras={**batch.extras, **dict(zip(names, (values, grids, places), strict=True))},
         axes={**batch.axes, names[2]: Axes(batch=0, sequence=1)},
     )

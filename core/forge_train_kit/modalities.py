@@ -17,10 +17,12 @@ __all__ = [
     "Item",
     "ItemSource",
     "Modality",
+    "encoders_of",
     "extras_of",
     "flops_of",
     "flops_of_encoders",
     "flops_of_items",
+    "paces_of",
     "vectors_of",
 ]
 
@@ -67,8 +69,9 @@ class Modality(Protocol):
 
     It may declare `spread(grid)`, numbers of an item's feature vectors along time, height and width, which come in
     reading order: models whose positions have three axes (M-RoPE) ask for it. None, or no such method, stands for
-    vectors that count like tokens. And it may declare `smallest()`, the `Grid` of its smallest item, which stands in
-    for one that can't be read where a run asks for that. With `texts(source)`, a text for each of as many equal groups
+    vectors that count like tokens. With `pace(source)`, vectors are so many positions apart along time, rounded down,
+    and not one (Qwen2.5-VL). And it may declare `smallest()`, the `Grid` of its smallest item, which stands in for one
+    that can't be read where a run asks for that. With `texts(source)`, a text for each of as many equal groups
     of an item's frames, each group has its text before it, and counts as an item of its own; where a fusion gives an
     item one position, all texts stand before that, and the item stays one. With `written(source)`, a text with the
     placeholder once for each feature vector, that text stands in the place of an item's placeholder, unless a fusion
@@ -76,6 +79,11 @@ class Modality(Protocol):
 
     A model that is a class of another library takes items without a fusion: a modality for it declares
     `keywords(values, grids)`, arguments of the class by name, for `[patches, features]` and `[items, 3]` of all rows.
+
+    With `encoded_by`, the name of another modality, the encoder of that one encodes its items too, `encoder` is not
+    called, and both share all weights. `joined(owner)` is called first, with the other modality: it gives the modality
+    to use, or raises a `ConfigError` where the two don't fit. The encoder is called for the items of each alone, and
+    may tell them by the number of features.
 
     It is pickled where data is read by processes, so it holds options, not tensors. It may declare `example()`, an
     `Item` of zeros of the largest size that its options allow, or of a usual one: `forge plan` counts with it.
@@ -149,7 +157,7 @@ class FusionSpec:
     layers: int
     """Number of the model's layers."""
     encoders: Mapping[str, Encoder]
-    """Modality → its encoder, of width `dim`."""
+    """Modality → its encoder, of width `dim`; the same one for modalities that share it (see `Encoders`)."""
     layer: Layer
     """Sizes of the model's first layer, for modules like those of layers."""
     std: float = 0.02
@@ -192,6 +200,18 @@ def extras_of(name: str) -> tuple[str, str, str]:
     return f"{name}_values", f"{name}_grids", f"{name}_places"
 
 
+def encoders_of(modalities: Mapping[str, Modality], dim: int) -> dict[str, Encoder]:
+    """Modality → its encoder, of a width; modalities that share one have the same (`Modality.encoded_by`)."""
+    owners = {name: getattr(one, "encoded_by", "") or name for name, one in modalities.items()}
+    built = {name: modalities[name].encoder(dim) for name in dict.fromkeys(owners.values())}
+    return {name: built[owner] for name, owner in owners.items()}
+
+
+def paces_of(name: str) -> str:
+    """The name of the extra that holds the `pace` of each item, `[batch, items]` fp32; left out where all are 1."""
+    return f"{name}_paces"
+
+
 def vectors_of(encoder: Encoder, grids: Tensor) -> Tensor:
     """The number of feature vectors of each item: what the encoder declares, or as many as patches.
 
@@ -232,7 +252,8 @@ def flops_of_items(part: nn.Module, extras: Mapping[str, Tensor]) -> int:
     if declared := getattr(fusion, "flops_of_items", None):
         return int(declared(**extras))
     paths = ((path.split("."), module) for path, module in fusion.named_modules())
-    return flops_of_encoders(((names[-1], one) for names, one in paths if names[-2:-1] == ["encoders"]), extras)
+    holders = [module for names, module in paths if names[-1] == "encoders"]
+    return flops_of_encoders((pair for one in holders for pair in getattr(one, "each", one.items)()), extras)
 
 
 def flops_of_encoders(encoders: Iterable[tuple[str, Any]], extras: Mapping[str, Tensor]) -> int:

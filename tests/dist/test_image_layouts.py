@@ -27,6 +27,8 @@ SECTIONS = {
     "image.connector_hidden": 24,
 }
 """Of Qwen2.5-VL."""
+CLIPS = {**SECTIONS, "video.encoded_by": "image", "video.size": 8, "video.fit": "keep"}
+"""Images and clips that share its encoder."""
 CELLS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "fsdp2, ac": (("fsdp2", "ac"), {}, {"image.positions": "rotary"}),
     "fsdp2, frozen": (("fsdp2",), {}, FROZEN),
@@ -37,18 +39,23 @@ CELLS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "cp2, three axes": (("cp", "fsdp2"), {"parallel.cp": 2}, SECTIONS),
     "tp2, three axes, ac": (("tp", "ac"), {"parallel.tp": 2}, SECTIONS),
     "pp2, three axes": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, SECTIONS),
+    "fsdp2, clips too": (("fsdp2", "ac"), {"train.micro_batch": 1}, CLIPS),
+    "tp2, clips too": (("tp",), {"parallel.tp": 2}, CLIPS),
+    "cp2, clips too": (("cp", "fsdp2"), {"parallel.cp": 2}, CLIPS),
+    "pp2, clips too": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, CLIPS),
     "pp2, frozen": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, FROZEN),
 }
-EXTENDED = ("cp2", "fsdp2, one size", "pp2", "pp2, frozen", "tp2, three axes, ac", "pp2, three axes")
+EXTENDED = ("cp2", "fsdp2, one size", "pp2", "pp2, frozen", "tp2, three axes, ac", "pp2, three axes", "pp2, clips too")
 """tests/dist/test_modality_layouts.py has these axes."""
 
 
 @pytest.mark.parametrize("cell", marked(CELLS, EXTENDED))
 def test_agrees_with_one_process(cell: str, verify: Verifier, composition_file: Path) -> None:
     plugins, layout, options = CELLS[cell]
+    drawn = "drawn:Squares" if options is SQUARE else "drawn:Clips" if options is CLIPS else "drawn:Drawn"
     beside = (
-        "image",
-        "drawn:Squares" if options is SQUARE else "drawn:Drawn",
+        *(["image", "video"] if options is CLIPS else ["image"]),
+        drawn,
         *(["freeze"] if options is FROZEN else []),
     )
     model = {"train.global_batch": 4, "train.micro_batch": 2, **OPTIONS, **options}

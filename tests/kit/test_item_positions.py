@@ -169,3 +169,32 @@ def test_shifts_follow_their_rows() -> None:
     slots.end(0, 2)
     slots.advance(2)
     assert torch.as_tensor(kept.get())[:3].tolist() == [[-5], [0], [0]]
+
+
+@pytest.mark.parametrize("pace", [2.0, 0.5, 2.06, 1.0])
+def test_time_goes_at_the_pace_of_an_item(pace: float) -> None:
+    """Where the longest side of a clip is none of time, transformers has the text after it at the same positions."""
+    places, grids, kinds = row(2, (4, 2, 20), 1, (3, 2, 18), 1, length=80)
+    paces = torch.tensor([[pace, 1.0]])
+    given = {"tile_places": places, "tile_grids": grids, "tile_paces": paces}
+    found = ItemPositions({"tile": TILE})(given, None)
+    assert found is not None
+    vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=1)
+    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    model.get_vision_position_ids = lambda *a, **k: theirs.Qwen2_5_VLModel.get_vision_position_ids(model, *a, **k)
+    wanted, delta = theirs.Qwen2_5_VLModel.get_rope_index(
+        model, places, 2 * kinds, video_grid_thw=grids[0], second_per_grid_ts=paces[0]
+    )
+    assert torch.equal(found[0], wanted.permute(1, 2, 0))
+    assert torch.equal(found[1], delta)
+
+
+def test_text_follows_the_last_moment_of_a_clip() -> None:
+    """As in the paper, and in Qwen's own code."""
+    places, grids, _ = row(2, (4, 2, 4), 3, length=13)
+    given = {"tile_places": places, "tile_grids": grids, "tile_paces": torch.tensor([[2.5]])}
+    found = ItemPositions({"tile": TILE})(given, None)
+    assert found is not None
+    assert found[0][0, 2:10, 0].tolist() == [2, 2, 4, 4, 7, 7, 9, 9]
+    assert found[0][0, 10:].tolist() == [[10] * 3, [11] * 3, [12] * 3]
+    assert found[1].tolist() == [[0]]

@@ -32,11 +32,11 @@ def clips(**options: Any) -> Clips:
     return Clips(Video.Config(**{**OPTIONS, "times": True, **options}))
 
 
-def batch_of(folder: Path, modality: Clips, text: str = "a<video>b", gives: str = "features") -> Batch:
+def batch_of(folder: Path, modality: Clips, text: str = "a<video>b", gives: str = "features", **more: Any) -> Batch:
     folder.mkdir(exist_ok=True)
     write(folder / "a.mp4", RAMP)
     file = write_records(folder / "data.jsonl", [{"text": text, "videos": ["a.mp4"] * text.count("<video>")}])
-    made = Multimodal(Multimodal.Config(path=str(file), cache=str(folder / "cache"), held_out=0.0))
+    made = Multimodal(Multimodal.Config(path=str(file), cache=str(folder / "cache"), held_out=0.0, **more))
     return next(made.build_data(job(modality, gives=gives, sequence=96, micro_batch=1), "train"))  # type: ignore[arg-type]
 
 
@@ -121,3 +121,15 @@ def test_positions_along_three_axes_go_on_after_each_group(tmp_path: Path) -> No
     assert positions[18] == [16, 16, 16]
     assert positions[31:35] == [[29, 29, 29], [29, 29, 30], [29, 30, 29], [29, 30, 30]]
     assert positions[35] == [31, 31, 31]
+
+
+def test_seconds_reach_the_model_as_the_pace_of_a_clip(tmp_path: Path) -> None:
+    """Of 2.4 seconds, two pairs of frames: 1.2 s, and three positions a second."""
+    options: dict[str, Any] = {"times": False, "positions_per_second": 3.0}
+    batch = batch_of(tmp_path, clips(**options), "<video>b<video>")
+    assert batch.extras["video_paces"].tolist() == [pytest.approx([3.6, 3.6])]
+    kept = batch_of(tmp_path, clips(**options), "<video>b<video>", store="decoded")
+    assert torch.equal(kept.extras["video_paces"], batch.extras["video_paces"])
+    assert "video_paces" not in batch_of(tmp_path, clips(times=False)).extras
+    (problem,) = Video(Video.Config(times=True, positions_per_second=2.0)).check_config()
+    assert problem.key == "video.positions_per_second"

@@ -22,6 +22,7 @@ from .chunks import sum_in_chunks
 from .declare import TensorStyle, depth_scaled, elements_trained, flops_per_token
 from .dropout import Dropout
 from .dtypes import dtype_borders
+from .encoders import Encoders
 from .in_sequence import Enter, InSequence
 from .item_positions import ITEM_POSITIONS, ItemPositions, Shift, SlotShift
 from .kinds import Kinds, Note, Rows
@@ -43,6 +44,7 @@ __all__ = [
     "DroppedWeights",
     "DynamicRoPE",
     "Embedding",
+    "Encoders",
     "Enter",
     "InSequence",
     "ItemPositions",

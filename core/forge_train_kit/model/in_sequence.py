@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..modalities import FusionSpec, extras_of
 from .declare import TensorStyle
+from .encoders import Encoders
 from .kinds import Kinds, Note, piece_of_places
 
 
@@ -22,13 +23,13 @@ class Enter(nn.Module):
 
     def __init__(self, encoders: Mapping[str, Any]) -> None:
         super().__init__()
-        self.encoders = nn.ModuleDict(dict(encoders))
+        self.encoders = Encoders(encoders)
         self.sequence_piece = (0, 1)
         """Index of this rank's piece of each sequence, and number of pieces; set by tensor parallelism."""
 
     def forward(self, hidden: Tensor, **extras: Tensor) -> Tensor:
         """`[batch, sequence, dim]` → the same. A batch without the extras of a modality has none of its items."""
-        for name, encoder in self.encoders.items():
+        for name, encoder in self.encoders.each():
             values, grids, places = (extras.get(one) for one in extras_of(name))
             if values is None or grids is None or places is None:
                 continue

@@ -13,7 +13,7 @@ from torch import Tensor
 from forge_train.base.errors import PluginError
 from forge_train.contract.batch import TOKENS, Batch
 
-from ..modalities import Grid, Modality, extras_of
+from ..modalities import Grid, Modality, extras_of, paces_of
 from .slots import RowMemory
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ class ItemPositions:
     """Positions of rows with items, whose vectors stand among the tokens.
 
     A token's three positions are equal, and count on by one. The vectors of an item that is `spread` begin at the next
-    position, and differ from it by their frame, row and column; the text after them goes on behind their largest
-    position. Those of other items count like tokens.
+    position, and differ from it by their frame (times its pace), row and column; the text after them goes on behind
+    their largest position. Those of other items count like tokens.
 
     Args:
         modalities: of the model.
@@ -84,7 +84,7 @@ class ItemPositions:
             position_ids = torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)
         inside, after = position_ids.new_zeros(*like.shape, 3), torch.zeros_like(like)
         for name, (grids, places) in given.items():
-            own, behind = self._of(name, grids, places)
+            own, behind = self._of(name, grids, places, extras.get(paces_of(name)))
             inside, after = inside + own, after + behind
         through = after.cumsum(1)
         before = through - after
@@ -92,7 +92,7 @@ class ItemPositions:
         base = before.gather(1, begins.cummax(1).values)
         return (position_ids + before - base)[..., None] + inside, (through - base)[:, -1:]
 
-    def _of(self, name: str, grids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def _of(self, name: str, grids: Tensor, places: Tensor, paces: Tensor | None) -> tuple[Tensor, Tensor]:
         """Summands of the positions of a modality's vectors, `[batch, sequence, 3]`, and of all positions after each
         item, `[batch, sequence]` at its last vector."""
         if not grids.shape[1]:
@@ -105,10 +105,14 @@ class ItemPositions:
         number = at - (ends - table[..., 0]).gather(1, item)
         _, frames, rows, columns = table.gather(1, item[..., None].expand(-1, -1, 4)).unbind(-1)
         spread, rows, columns = here & (frames > 0), rows.clamp(min=1), columns.clamp(min=1)
-        along = torch.stack((number // (rows * columns), number // columns % rows, number % columns), -1)
+        time, last_time = number // (rows * columns), frames - 1
+        if paces is not None:
+            pace = paces.gather(1, item)
+            time, last_time = (time * pace).long(), (last_time * pace).long()
+        along = torch.stack((time, number // columns % rows, number % columns), -1)
         follows = (places[:, 1:] == places[:, :-1] + 1) & (item[:, 1:] == item[:, :-1])
         last = spread & ~F.pad(follows, (0, 1), value=False)
-        largest = torch.stack((frames, rows, columns), -1).amax(-1)
+        largest = torch.stack((last_time + 1, rows, columns), -1).amax(-1)
         return (along - number[..., None]).where(spread[..., None], 0), (largest - number - 1).where(last, 0)
 
     def _sides(self, name: str, grid: Grid) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_train import Ge, Gt, Job, Le, Plugin, Problem, hookimpl, section
 from forge_train_kit.data.plugin import item_values
@@ -14,7 +14,7 @@ from forge_train_kit.modalities import Modality
 
 from ._tiles.section import TileSection
 from ._tiles.section import check as check_tiles
-from ._vision.section import VisionSection, check
+from ._vision.section import VisionSection, check, check_shared
 
 if TYPE_CHECKING:
     from forge_train import CheckpointEvent, Model
@@ -96,9 +96,11 @@ class Image(_Vision):
 
 
 class Video(_Vision):
-    """Video clips: frames at even distances, which the encoder of `image` sees one by one.
+    """Video clips: frames at even distances, which an encoder like that of `image` sees one by one.
 
-    Before the connector, sines of the number in the clip are added to each patch.
+    Before the connector, sines of the number in the clip are added to each patch. With `encoded_by = "image"`, images
+    and clips share one encoder, which projects `image.patch_frames` frames at a time and adds nothing (Qwen2-VL,
+    arXiv:2409.12191); a plugin that gives `fusion` features their place tells it the order of frames.
 
     Files are those of FFmpeg's usual formats: MP4 and MOV, Matroska and WebM, AVI, MPEG, FLV, Ogg, ASF and GIF.
     """
@@ -117,7 +119,18 @@ class Video(_Vision):
         """Frames to take of each second, rounded to a multiple of `temporal`; 0 takes `frames` of a clip of any
         length."""
         temporal: Annotated[int, Gt(0)] = 2
-        """Frames, one after the other, whose features are averaged."""
+        """Frames, one after the other, whose features are averaged; or that an encoder of images projects at a time."""
+        least_frames: Annotated[int, Ge(0)] = 0
+        """Fewest frames of a clip with `fps`."""
+        taken: Literal["middle", "first"] = "middle"
+        """Take the frame in the middle of each piece, or the first one (as Qwen2-VL does, which also rounds the number
+        of frames down)."""
+        encoded_by: Literal["video", "image"] = "video"
+        """Modality whose encoder encodes clips. With `image`, the options of the encoder and its connector are those of
+        [image], and clips keep those of what is read."""
+        positions_per_second: Annotated[float, Ge(0)] = 0.0
+        """Positions along time for each second, where positions have three axes (tokens_per_second of Qwen2.5-VL,
+        arXiv:2502.13923); 0 counts groups of frames."""
         max_seconds: Annotated[float, Gt(0)] = 3600.0
         """Longer clips are refused before they are decoded."""
         times: bool = False
@@ -129,11 +142,23 @@ class Video(_Vision):
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
+        if self.config.least_frames > self.config.frames:
+            yield Problem("video.least_frames", f"expected at most frames = {self.config.frames}.")
+        if self.config.least_frames and not self.config.fps:
+            yield Problem("video.least_frames", "has no effect without fps.")
+        if self.config.positions_per_second and self.config.times:
+            yield Problem("video.positions_per_second", "has no effect with times, which make an item of each group.")
+        if self.config.encoded_by == "image":
+            yield from check_shared(self.config, "video", "image")
+        else:
+            yield from self._check_own()
+        if self.config.frames % self.config.temporal:
+            yield Problem("video.frames", f"expected a multiple of temporal = {self.config.temporal}.")
+
+    def _check_own(self) -> Iterator[Problem]:
         yield from check(self.config, "video")
         if self.config.patch_frames > 1:
             yield Problem("video.patch_frames", "expected 1: frames are projected one by one (see temporal).")
-        if self.config.frames % self.config.temporal:
-            yield Problem("video.frames", f"expected a multiple of temporal = {self.config.temporal}.")
         if self.config.dim % 2:
             yield Problem("video.dim", "expected an even number.")
         if self.config.connector == "resampler" and self.config.times:

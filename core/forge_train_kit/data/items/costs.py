@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from ...modalities import Encoder, Grid, Modality, flops_of
+from ...modalities import Encoder, Grid, Modality, encoders_of, flops_of
 
 _WIDTH = 1024
 """Of features, where the model that takes them is not at hand: a connector's last projection is a small part."""
@@ -37,4 +37,4 @@ class ItemCosts:
         import torch
 
         with torch.device("meta"):
-            return {name: one.encoder(_WIDTH) for name, one in self._modalities.items()}
+            return encoders_of(self._modalities, _WIDTH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from forge_train.contract.batch import TOKENS, Axes
 
-from ...modalities import extras_of
+from ...modalities import extras_of, paces_of
 
 Int64 = NDArray[np.int64]
 
@@ -26,6 +26,8 @@ class RowItems:
     """`[items, 3]`."""
     places: Int64
     """`[sequence]`, the feature vector that stands at each position, and −1 at others."""
+    paces: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """`[items]`, the positions along time between the vectors of each; empty where all are 1."""
     replaced: tuple[str, ...] = ()
     """Items that could not be read, for which zeros stand in: a sentence for each."""
 
@@ -49,6 +51,8 @@ def padded(rows: Sequence[Mapping[str, RowItems]]) -> dict[str, NDArray[Any]]:
         values, grids = _stacked([one.values for one in each]), _stacked([one.grids for one in each])
         places = np.stack([one.places for one in each])
         found |= dict(zip(extras_of(name), (values, grids, places), strict=True))
+        if any((one.paces != 1).any() for one in each):
+            found[paces_of(name)] = _stacked([one.paces for one in each])
     return found
 
 

@@ -40,6 +40,8 @@ class Noted(NamedTuple):
     """Of its values, if the bytes are these, decoded when the record was prepared; empty if they are encoded."""
     runs: tuple[int, ...] = ()
     """Tokens of text and vectors in turn, text first, of an item with text among its vectors; empty for others."""
+    pace: float = 1.0
+    """Positions along time from one of its vectors to the next, where positions have three axes."""
 
     @property
     def missing(self) -> bool:
@@ -91,7 +93,7 @@ class Table:
             file,
             place,
             tuple(
-                Noted._make([*one[:4], tuple(one[4]), *one[5:9], tuple(one[9]), one[10], tuple(one[11])])
+                Noted._make([*one[:4], tuple(one[4]), *one[5:9], tuple(one[9]), one[10], tuple(one[11]), one[12]])
                 for one in items
             ),
         )

@@ -212,6 +212,7 @@ def gathered(fields: ItemFields, placed: Iterable[tuple[ItemSource, Noted, int]]
     """
     values: dict[str, list[NDArray[Any]]] = {name: [] for name in fields.modalities}
     grids: dict[str, list[tuple[int, int, int]]] = {name: [] for name in fields.modalities}
+    paces: dict[str, list[float]] = {name: [] for name in fields.modalities}
     vectors = dict.fromkeys(fields.modalities, 0)
     found = {name: RowItems.none(one.features, sequence) for name, one in fields.modalities.items()}
     replaced: dict[str, list[str]] = {name: [] for name in fields.modalities}
@@ -226,12 +227,14 @@ def gathered(fields: ItemFields, placed: Iterable[tuple[ItemSource, Noted, int]]
         first = len(grids[one.modality]) if fields.alone else vectors[one.modality]
         found[one.modality].places[at : at + one.length] = one.places(first)
         grids[one.modality] += [grid for *_, grid in one.stretches]
+        paces[one.modality] += [one.pace] * len(one.stretches)
         vectors[one.modality] += one.vectors
     return {
         name: replace(
             empty,
             values=np.concatenate(values[name]),
             grids=np.array(grids[name], np.int64),
+            paces=np.array(paces[name], np.float32),
             replaced=tuple(replaced[name]),
         )
         if values[name]

@@ -128,16 +128,18 @@ class Weaver:
         texts = called(modality, "texts", source) if hasattr(modality, "texts") else ()
         among = hasattr(modality, "written") and not self.fields.alone
         written = called(modality, "written", source) if among else ""
+        pace = float(called(modality, "pace", source)) if hasattr(modality, "pace") else 1.0
         if not self.fields.decoded:
             place = self._relative(found.path), found.offset, found.size, found.digest
-            return self._placed(name, position, called(modality, "measure", source), place, texts, written=written)
+            grid = called(modality, "measure", source)
+            return self._placed(name, position, grid, place, texts, written=written, pace=pace)
         item: Item = called(modality, "read", source)
         if item.values.shape != (shape := (math.prod(item.grid), modality.features)):
             raise PluginError(f"Modality {name!r}: read gave {item.values.shape} values, and its grid says {shape}.")
         content = item.values.tobytes()
         at, digest = self.kept.add(content)
         place = "", at, len(content), digest
-        return self._placed(name, position, item.grid, place, texts, item.values.dtype.str, written)
+        return self._placed(name, position, item.grid, place, texts, item.values.dtype.str, written, pace)
 
     def _missing(self, name: str, position: int) -> tuple[Noted, list[Ids]]:
         """An empty item."""
@@ -153,6 +155,7 @@ class Weaver:
         texts: Sequence[str] = (),
         dtype: str = "",
         written: str = "",
+        pace: float = 1.0,
     ) -> tuple[Noted, list[Ids]]:
         modality = self.fields.modalities[name]
         texts = ["".join(texts)] if texts and self.fields.alone else texts  # before its one position
@@ -168,11 +171,11 @@ class Weaver:
                     f"Modality {name!r}: its text has {found} placeholders, and an item with the grid {grid} {vectors} "
                     "vectors."
                 )
-            return Noted(name, position, len(ids), vectors, grid, *place, (), dtype, runs), [ids[~places]]
+            return Noted(name, position, len(ids), vectors, grid, *place, (), dtype, runs, pace), [ids[~places]]
         before: list[Ids] = [np.asarray(self.tokenizer.encode(text), np.uint32) for text in texts]
         lead = tuple(map(len, before))
         length = sum(lead) + (1 if self.fields.alone else vectors)
-        return Noted(name, position, length, vectors, grid, *place, lead, dtype), before
+        return Noted(name, position, length, vectors, grid, *place, lead, dtype, pace=pace), before
 
     def _written(self, one: Noted, texts: Sequence[Ids]) -> Ids:
         """The tokens at an item's positions."""

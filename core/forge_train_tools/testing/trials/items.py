@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from forge_train.compose.initialise import materialise
-from forge_train_kit.modalities import Modality, extras_of, vectors_of
+from forge_train_kit.enabled_modalities import enabled_modalities
+from forge_train_kit.modalities import encoders_of, extras_of, vectors_of
 
 from ..bench import Bench, Trials, close
 from ..conformance import SkippedError, require
@@ -18,29 +19,30 @@ BATCHES = 4
 
 def items_are_apart(bench: Bench) -> str:
     """The items of the run's first batches, encoded together and each alone."""
-    tried = dict[str, int]()
+    tried, known = dict[str, int](), enabled_modalities(bench.job)
     for batch in bench.batches(BATCHES):
-        for modality in bench.answer("modalities"):
-            if hasattr(modality, "keywords"):
-                raise SkippedError("the class of the model encodes its items itself")
+        given = bench.answer("modalities")
+        if any(hasattr(modality, "keywords") for modality in given):
+            raise SkippedError("the class of the model encodes its items itself")
+        for modality in (known[one.name] for one in given):
             values, grids, _ = (batch.extras.get(one) for one in extras_of(modality.name))
             if values is not None and grids is not None and bool(grids.any()):
-                count = _apart(modality, bench.layer.dim, values, grids)
+                with torch.device("meta"):
+                    encoder = encoders_of(known, bench.layer.dim)[modality.name]
+                count = _apart(modality, encoder, bench.layer.dim, values, grids)
                 tried[modality.name] = tried.get(modality.name, 0) + count
     if not tried:
         raise SkippedError("the data of this check has no item; enable a plugin that reads some, and name its files")
     return ", ".join(f"{count} of {name}" for name, count in tried.items())
 
 
-def _apart(modality: Modality, dim: int, values: Tensor, grids: Tensor) -> int:
-    with torch.device("meta"):
-        encoder: Any = modality.encoder(dim)
+def _apart(modality: Any, encoder: Any, width: int, values: Tensor, grids: Tensor) -> int:
     materialise(encoder, torch.device("cpu"), seed=0)
     encoder.eval()
     with torch.no_grad():
         together, counts = encoder(values, grids), vectors_of(encoder, grids)
         require(
-            together.shape[::2] == (len(values), dim), f"gives {list(together.shape)}, expected [batch, vectors, dim]"
+            together.shape[::2] == (len(values), width), f"gives {list(together.shape)}, expected [batch, vectors, dim]"
         )
         require(bool(torch.isfinite(together).all()), "gives values that are not finite")
         nothing = encoder(torch.zeros_like(values[:, :1]), torch.zeros_like(grids[:, :1]))

@@ -91,7 +91,7 @@ class Between(nn.Module):
             return 0
         vectors, pairs = reader.seen(**extras)
         each = sum(6 * layer.weights_of_items() * vectors + 12 * layer.attention.width * pairs for layer in self._own)
-        return int(each) + (0 if self.items is None else flops_of_encoders(self.items.encoders.items(), extras))
+        return int(each) + (0 if self.items is None else flops_of_encoders(self.items.encoders.each(), extras))
 
     @property
     def _own(self) -> list[CrossLayer]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train_kit.modalities import extras_of, vectors_of
+from forge_train_kit.model import Encoders
 
 from .ranges import item_ranges, ranges_of
 
@@ -24,7 +25,7 @@ class Items(nn.Module):
 
     def __init__(self, encoders: Mapping[str, Any], attend: str) -> None:
         super().__init__()
-        self.encoders = nn.ModuleDict(dict(encoders))
+        self.encoders = Encoders(encoders)
         self.attend = attend
 
     def forward(self, **extras: Tensor) -> dict[str, Tensor]:
@@ -36,7 +37,7 @@ class Items(nn.Module):
         * `sees`: `[batch, sequence]`, false for such a token.
         """
         features, seen = [], []
-        for name, encoder in self.encoders.items():
+        for name, encoder in self.encoders.each():
             values, grids, places = (extras.get(one) for one in extras_of(name))
             if values is None or grids is None or places is None:
                 continue
@@ -56,7 +57,7 @@ class Items(nn.Module):
     def seen(self, **extras: Tensor) -> tuple[int, int]:
         """The number of vectors in a batch, and of pairs of a token and a vector that it attends to."""
         vectors = pairs = 0
-        for name, encoder in self.encoders.items():
+        for name, encoder in self.encoders.each():
             grids = extras.get(extras_of(name)[1])
             if grids is not None:
                 ends = F.pad(vectors_of(encoder, grids).cumsum(-1), (1, 0))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from forge_train import ConfigError
 from forge_train_kit.modalities import Encoder, Grid, Item, ItemSource
 
 from .patches import cut, kept
+from .section import ENCODER
 
 if TYPE_CHECKING:
     from ..vision import Image, Video
@@ -105,21 +108,48 @@ class Clips:
     placeholder: str = "<video>"
 
     def __post_init__(self) -> None:
-        self.features = self.config.patch**2 * 3
+        self.features = self.config.patch**2 * 3 * self.config.patch_frames
         self.placeholder = self.config.placeholder or self.placeholder
+
+    @property
+    def encoded_by(self) -> str:
+        return "" if self.config.encoded_by == self.name else self.config.encoded_by
+
+    def joined(self, owner: Any) -> Clips:
+        """The same clips, as the encoder of images takes them: as many frames as it projects at a time are one."""
+        theirs, one = owner.config, self.config
+        if one.temporal != theirs.patch_frames:
+            raise ConfigError(
+                f"video.temporal: expected image.patch_frames = {theirs.patch_frames}, the frames that the encoder of "
+                "images projects at a time."
+            )
+        if one.fit != theirs.fit or (one.fit != "keep" and one.size != theirs.size):
+            raise ConfigError("video.fit and video.size: expected those of images, whose encoder clips share.")
+        if one.size % (theirs.patch * theirs.merge):
+            raise ConfigError(
+                f"video.size: expected a multiple of image.patch · merge = {theirs.patch * theirs.merge}."
+            )
+        if one.times and theirs.queries:
+            raise ConfigError("video.times: has no effect with a resampler, whose queries stand for a whole clip.")
+        shared = {name: getattr(theirs, name) for name in ENCODER}
+        return replace(self, config=replace(one, **shared))
 
     def public(self) -> Mapping[str, Any]:
         one = self.config
-        return _public(one, frames=one.frames, fps=one.fps, temporal=one.temporal, taken=TAKEN, times=one.times)
+        more = {name: value for name in ("least_frames", "positions_per_second") if (value := getattr(one, name))}
+        more |= {"encoded_by": self.encoded_by} if self.encoded_by else {}
+        return _public(
+            one, frames=one.frames, fps=one.fps, temporal=one.temporal, taken=TAKEN[one.taken], times=one.times, **more
+        )
 
     def measure(self, source: ItemSource) -> Grid:
         from .clips import opened
 
         with opened(source, self.config) as clip:
-            return _grid(self.config, self._frames(clip.seconds), *_size(self.config, clip.size))
+            return self._grid(self._frames(clip.seconds), *_size(self.config, clip.size))
 
     def smallest(self) -> Grid:
-        return _grid(self.config, self._frames(0.0), *_size(self.config, (1, 1)))
+        return self._grid(self._frames(0.0), *_size(self.config, (1, 1)))
 
     def read(self, source: ItemSource) -> Item:
         from .clips import opened, taken
@@ -127,9 +157,20 @@ class Clips:
         one = self.config
         with opened(source, one) as clip:
             size, count = _size(one, clip.size), self._frames(clip.seconds)
-            at = times(clip.seconds, count)
+            at = times(clip.seconds, count, one.taken)
             frames = taken(clip, at, size, crop=one.fit == "crop")
-            return Item(cut(frames, one.patch, one.merge, one.temporal), _grid(one, count, *size), tuple(at))
+            patches = cut(frames, one.patch, one.merge, one.temporal, together=bool(self.encoded_by))
+            return Item(patches, self._grid(count, *size), tuple(at))
+
+    def pace(self, source: ItemSource) -> float:
+        """Positions along time from one group of frames to the next."""
+        from .clips import opened
+
+        one = self.config
+        if not one.positions_per_second:
+            return 1.0
+        with opened(source, one) as clip:
+            return one.positions_per_second * one.temporal * clip.seconds / self._frames(clip.seconds)
 
     def texts(self, source: ItemSource) -> list[str]:
         """The time of each group of frames that are averaged, if it is to be written before them."""
@@ -138,37 +179,47 @@ class Clips:
         if not self.config.times:
             return []
         with opened(source, self.config) as clip:
-            at, size = times(clip.seconds, self._frames(clip.seconds)), self.config.temporal
+            at, size = times(clip.seconds, self._frames(clip.seconds), self.config.taken), self.config.temporal
         return [f"<{(at[one] + at[one + size - 1]) / 2:.1f} seconds>" for one in range(0, len(at), size)]
 
     def positions(self, grid: Grid) -> int:
         frames, height, width = grid
-        return self.config.queries or frames * height * width // (self.config.merge**2 * self.config.temporal)
+        return self.config.queries or frames * height * width // (self.config.merge**2 * self._averaged)
 
     def spread(self, grid: Grid) -> Grid | None:
-        return _spread(self.config, grid, self.config.temporal)
+        return _spread(self.config, grid, self._averaged)
 
     def example(self) -> Item:
-        return _example(self.config, self.config.frames, self.features)
+        return _example(self.config, self._grid(self.config.frames, 0, 0)[0], self.features)
 
     def encoder(self, dim: int) -> Encoder:
         from .encoder import VisionEncoder
 
         return VisionEncoder(self.config, dim, self.config.temporal)
 
+    @property
+    def _averaged(self) -> int:
+        """Frames whose features are averaged; an encoder of images projects as many at a time."""
+        return 1 if self.encoded_by else self.config.temporal
+
+    def _grid(self, count: int, width: int, height: int) -> Grid:
+        frames = count // self.config.temporal * self._averaged
+        return _grid(self.config, frames, width, height)
+
     def _frames(self, seconds: float) -> int:
         """The number of frames that are taken of a clip."""
         one = self.config
         if not one.fps:
             return one.frames
-        wanted = max(1, round(seconds * one.fps / one.temporal)) * one.temporal
-        return min(wanted, one.frames)
+        pieces = max(seconds * one.fps, one.least_frames) / one.temporal
+        whole = round(pieces) if one.taken == "middle" else math.floor(pieces)
+        return min(max(1, whole) * one.temporal, one.frames)
 
 
-TAKEN = "middles of equal pieces"
-"""The rule by which frames are taken; prepared data has it in its manifest."""
+TAKEN = {"middle": "middles of equal pieces", "first": "beginnings of equal pieces"}
+"""The rules by which frames are taken; prepared data has one in its manifest."""
 
 
-def times(seconds: float, count: int) -> list[float]:
-    """Seconds from a clip's beginning at which frames are taken: the middles of pieces of equal length."""
-    return [(index + 0.5) * seconds / count for index in range(count)]
+def times(seconds: float, count: int, taken: str = "middle") -> list[float]:
+    """Seconds from a clip's beginning at which frames are taken: of pieces of equal length, the middle or the first."""
+    return [(index + (0.5 if taken == "middle" else 0.0)) * seconds / count for index in range(count)]

@@ -28,15 +28,17 @@ def kept(width: int, height: int, unit: int, least: int, most: int) -> tuple[int
     return sides[0], sides[1]
 
 
-def cut(frames: NDArray[Any], patch: int, merge: int, temporal: int = 1) -> NDArray[Any]:
+def cut(frames: NDArray[Any], patch: int, merge: int, temporal: int = 1, *, together: bool = False) -> NDArray[Any]:
     """Cut `[frames, height, width, 3]` into patches, `[patches, patch · patch · 3]`.
 
     Blocks of merge × merge patches of `temporal` frames are contiguous: the blocks come in reading order, one group of
     frames after the other, and within a block its frames, each with its patches in reading order. A patch holds its
-    pixels in reading order, each with its three colours.
+    pixels in reading order, each with its three colours; `together`, those of its group's frames, one after the other.
     """
     count, height, width, colours = frames.shape
     rows, columns = height // (patch * merge), width // (patch * merge)
     cells = frames.reshape(count // temporal, temporal, rows, merge, patch, columns, merge, patch, colours)
+    if together:
+        return cells.transpose(0, 2, 5, 3, 6, 1, 4, 7, 8).reshape(-1, temporal * patch * patch * colours)
     # group, row, column; frame, row and column in the block; row and column in the patch, colour
     return cells.transpose(0, 2, 5, 1, 3, 6, 4, 7, 8).reshape(-1, patch * patch * colours)

@@ -92,6 +92,24 @@ class VisionSection:
     kept."""
 
 
+ENCODER = (
+    *("patch", "merge", "dim", "layers", "heads", "hidden", "activation", "gated", "norm", "norm_eps", "window"),
+    *("full_layers", "bias", "patch_bias", "patch_frames", "class_token", "first_norm", "final_norm", "mean"),
+    *("deviation", "positions", "connector", "connector_hidden", "queries", "std", "once", "cache", "cache_bytes"),
+)
+"""Options of the encoder and its connector; the others are of what is read."""
+
+
+def check_shared(one: VisionSection, name: str, owner: str) -> Iterator[Problem]:
+    """Rules for a plugin whose items the encoder of another one encodes."""
+    for option in ENCODER:
+        if getattr(one, option) != getattr(VisionSection, option):
+            yield Problem(
+                f"{name}.{option}", f"has no effect, since the encoder is that of {owner}; set {owner}.{option}."
+            )
+    yield from _check_pixels(one, name)
+
+
 def check(one: VisionSection, name: str) -> Iterator[Problem]:
     """Rules between the options of a plugin's section."""
     if one.size % (one.patch * one.merge):
@@ -114,10 +132,14 @@ def check(one: VisionSection, name: str) -> Iterator[Problem]:
         yield Problem(f"{name}.full_layers", f"expected blocks from 0 to {one.layers - 1}, and a window.")
     if one.connector_hidden and one.connector != "mlp":
         yield Problem(f"{name}.connector_hidden", 'is for connector = "mlp".')
+    yield from _check_pixels(one, name)
+    for option in ("cache", "cache_bytes") if not one.once else ():
+        if getattr(one, option) != getattr(VisionSection, option):
+            yield Problem(f"{name}.{option}", f"has no effect without {name}.once = true.")
+
+
+def _check_pixels(one: VisionSection, name: str) -> Iterator[Problem]:
     if (one.least_pixels or one.most_pixels) and one.fit != "keep":
         yield Problem(f"{name}.least_pixels", 'and most_pixels are for fit = "keep".')
     if one.least_pixels > (one.most_pixels or one.size**2):
         yield Problem(f"{name}.least_pixels", f"expected at most {one.most_pixels or one.size**2}, the most pixels.")
-    for option in ("cache", "cache_bytes") if not one.once else ():
-        if getattr(one, option) != getattr(VisionSection, option):
-            yield Problem(f"{name}.{option}", f"has no effect without {name}.once = true.")

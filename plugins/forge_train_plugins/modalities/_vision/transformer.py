@@ -63,7 +63,8 @@ class VisionTransformer(nn.Module):
             where: the places of the patches; without `frame`, each row is one frame.
         """
         pixels = self.pixels(values, self.patches.weight.dtype)
-        x = self.patches(pixels if self.frames == 1 else pixels.repeat(1, 1, self.frames))
+        one = pixels.shape[-1] < self.patches.in_features  # an image, which stands for each frame
+        x = self.patches(pixels.repeat(1, 1, self.frames) if one else pixels)
         x = x if self.positions is None else x + self.positions(where).to(x.dtype)
         if self.class_token is not None and isinstance(self.positions, LearnedPositions):
             x = torch.cat((self.class_token(self.positions.of_class(x.device)).expand(len(x), 1, -1), x), 1)
@@ -104,7 +105,7 @@ def _positions(config: VisionSection) -> LearnedPositions | Sines | None:
 
 
 class Pixels(nn.Module):
-    """Values from 0 to 255, normalised: `[…, patch · patch · 3]` in another dtype."""
+    """Values from 0 to 255, normalised: `[…, frames · patch · patch · 3]` in another dtype."""
 
     scale: Tensor
     shift: Tensor
@@ -123,7 +124,8 @@ class Pixels(nn.Module):
             setattr(self, name, values.repeat(self.count).to(self.scale.device))
 
     def forward(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return (values.float() * self.scale + self.shift).to(dtype)
+        frames = values.float().reshape(*values.shape[:-1], -1, 3 * self.count)
+        return (frames * self.scale + self.shift).reshape(values.shape).to(dtype)
 
 
 class ClassToken(nn.Module):

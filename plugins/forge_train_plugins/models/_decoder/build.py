@@ -11,7 +11,7 @@ from forge_train_kit import hookspecs
 from forge_train_kit.enabled_modalities import enabled_modalities
 from forge_train_kit.heads import Head, HeadSpec, Trunk
 from forge_train_kit.layers import Layer
-from forge_train_kit.modalities import Fusion, FusionSpec
+from forge_train_kit.modalities import Fusion, FusionSpec, encoders_of
 from forge_train_kit.model import (
     Dropout,
     DynamicRoPE,
@@ -152,7 +152,7 @@ def item_positions(config: Decoder.Config, job: Job) -> ItemPositions | None:
 
 def _fusion(config: Decoder.Config, layer: Layer, model: Transformer, job: Job) -> Fusion | None:
     """Joins items with text; None if no plugin gives a modality."""
-    encoders = {name: one.encoder(config.dim) for name, one in enabled_modalities(job).items()}
+    encoders = encoders_of(enabled_modalities(job), config.dim)
     spec = FusionSpec(config.dim, config.layers, encoders, layer, config.std, dict(model.layers))
     return hookspecs.fusion(spec, job) if encoders else None
 
