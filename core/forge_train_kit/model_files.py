@@ -32,6 +32,8 @@ VOCABULARIES = (
 """Files of which each makes a tokenizer, perhaps with others beside it."""
 ITEMS = ("processor_config.json", "preprocessor_config.json")
 """Files that describe how images and other items are read; where both say something, the latter counts."""
+OF_KIND = "_preprocessor_config.json"
+"""End of the names of files that describe how items of one kind are read."""
 NAMES = (
     *(*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json", MODEL_CONFIG, *ITEMS),
@@ -63,7 +65,7 @@ def files(path: Path) -> dict[str, Path]:
     folder = path if path.is_dir() else path.parent
     if path.name != TOKENIZER and not path.is_dir():
         return {path.name: path} if path.is_file() else {}
-    found = [*(folder / name for name in NAMES), *sorted(folder.glob(TEMPLATES))]
+    found = [*(folder / name for name in NAMES), *sorted(folder.glob(TEMPLATES)), *sorted(folder.glob(f"*{OF_KIND}"))]
     return {str(file.relative_to(folder)): file for file in found if file.is_file()}
 
 

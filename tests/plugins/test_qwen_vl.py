@@ -22,7 +22,8 @@ from forge_train_kit.hf import HFModel
 from forge_train_kit.state_map import Rename
 from forge_train_plugins.modalities._vision import families, llava, processor
 from forge_train_plugins.modalities._vision.modality import Pictures
-from forge_train_plugins.modalities._vision.qwen_vl import read, write
+from forge_train_plugins.modalities._vision.qwen_vl import read
+from forge_train_plugins.modalities._vision.qwen_vl_export import write
 from forge_train_plugins.modalities.vision import Image
 from forge_train_plugins.models.decoder import Decoder
 from forge_train_tools import open_model
@@ -331,7 +332,9 @@ def test_a_model_that_qwen_is_not_is_not_written(
     found = read({**config, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}, {})
     assert found is not None
     section = Image.Config(**{**found.model.sections["image"], **options})
-    hooks = SimpleNamespace(provider=lambda slot: "" if slot == "tokenizer" else "it", gives=lambda slot: fusion)
+    hooks = SimpleNamespace(
+        provider=lambda slot: "" if slot == "tokenizer" else "it", gives=lambda slot: fusion, call=lambda *_, **__: ()
+    )
     layout = HFModel(
         Rename({}),
         config={

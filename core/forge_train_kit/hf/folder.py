@@ -17,7 +17,7 @@ from forge_train.base.files import load_json, regular_size
 from forge_train.base.format import format_list
 from forge_train.base.strict_json import parse_json
 from forge_train.store.shards import whole
-from forge_train_kit.model_files import ITEMS, files
+from forge_train_kit.model_files import ITEMS, OF_KIND, files
 
 from ..foreign import advice
 from ..format import format_lines
@@ -105,9 +105,14 @@ class Folder:
 
     @property
     def beside(self) -> dict[str, Any]:
-        """The contents of the files that describe how items are read; empty without any."""
+        """The contents of the files that describe how items are read; empty without any.
+
+        That of `KIND_preprocessor_config.json` stands under `KIND_processor`, as in `processor_config.json`.
+        """
+        kinds = {path.name.removesuffix(OF_KIND): table(path) for path in sorted(self.path.glob(f"*{OF_KIND}"))}
         return {
-            key: one for name in ITEMS if (self.path / name).is_file() for key, one in table(self.path / name).items()
+            **{key: one for name in ITEMS if (path := self.path / name).is_file() for key, one in table(path).items()},
+            **{f"{kind}_processor": one for kind, one in kinds.items()},
         }
 
     def check_sizes(self) -> None:

@@ -21,6 +21,7 @@ class HFModel:
         map: from tensors in Hugging Face layout to Forge's parameters; a tied one is listed once. Export inverts it.
         config: the `config.json`, for export; for import, that of the language model if it is a part of another.
         sections: plugin name → its configuration, for import.
+        further: the same of plugins that the model can do without; each counts in a run that enables it.
         leftovers: patterns of extra tensors that files may hold and the model does not need.
         exact: patterns of tensors that an export stores in their own dtype, whatever dtype is requested.
         others: maps from other layouts that files of this model may have, for import.
@@ -32,6 +33,7 @@ class HFModel:
     map: StateMap
     config: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    further: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     leftovers: tuple[str, ...] = ()
     others: tuple[StateMap, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ class HFAround:
             map=first,
             config=self.config,
             sections={**inner.sections, **self.model.sections},
+            further={**inner.further, **self.model.further},
             leftovers=(*self.model.leftovers, *(rf"(?:.*\.)?(?:{one})" for one in inner.leftovers)),
             exact=inner.exact,
             others=tuple(others),

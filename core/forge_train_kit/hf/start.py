@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,12 @@ def described(folder: Folder, hooks: Hooks) -> HFModel | None:
 def imported(config: Mapping[str, Any], hooks: Hooks, beside: Mapping[str, Any] | None = None) -> HFModel | None:
     """Describe the model of a `config.json`, a language model or one with others around it; None if no plugin does."""
     around = hooks.only(hookspecs.import_hf_around, {"config": config, "beside": beside or {}})
-    if around is None:
-        return hooks.only(hookspecs.import_hf, {"config": config})
-    inner = hooks.only(hookspecs.import_hf, {"config": around.config})
-    return None if inner is None else around.whole(inner)
+    found = hooks.only(hookspecs.import_hf, {"config": config if around is None else around.config})
+    if found is None:
+        return None
+    found = found if around is None else around.whole(found)
+    further = {name: one for name, one in found.further.items() if name in hooks.enabled}
+    return replace(found, sections={**found.sections, **further})
 
 
 def exported(job: Job) -> HFModel | None:

@@ -86,11 +86,11 @@ class Image(_Vision):
 
     @hookimpl
     def export_hf_around(self, layout: HFModel, job: Job) -> HFModel:
-        from ._vision import llava, paligemma, processor, qwen_vl
+        from ._vision import llava, paligemma, processor, qwen_vl_export
         from ._vision.modality import Pictures
 
         write = paligemma.write if paligemma.is_its(layout) else llava.write
-        write = qwen_vl.write if self.config.positions == "rotary" else write
+        write = qwen_vl_export.write if self.config.positions == "rotary" else write
         whole = write(self.config, Pictures(self.config), layout, job)
         return replace(whole, described=partial(processor.written, self.config))
 

@@ -1,4 +1,4 @@
-"""The file of a folder in Hugging Face layout that says how images become pixels."""
+"""The files of a folder in Hugging Face layout that say how images and clips become pixels."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ FIXED = {
 """Keys with the only value that has a counterpart; 3 is bicubic."""
 SHAPES = {"patch_size": "patch", "merge_size": "merge", "temporal_patch_size": "patch_frames"}
 """Key of the file → option of `[image]` that `vision_config` decides."""
-FILE, NESTED = "preprocessor_config.json", "image_processor"
-"""The file, and the key of `processor_config.json` that may hold the same."""
+IMAGES, CLIPS = "preprocessor_config.json", "video_preprocessor_config.json"
+NESTED = "image_processor"
+"""Key of `processor_config.json` that may hold what the file for images says."""
 BOUNDS = ("size", "crop_size", "do_center_crop", "min_pixels", "max_pixels")
 """Keys that say the size of an image; some versions of the file have others of them."""
 KEPT = (56 * 56, 28 * 28 * 1280)
 """Fewest and most pixels of an image where no file says them."""
+PIXELS = (128 * 28 * 28, 768 * 28 * 28)
+"""The same of a frame."""
+FRAMES = (4, 768)
+"""Fewest and most frames of a clip where no file says them."""
+FPS = 2.0
+"""Frames of a second where no file says them, as in Qwen's own code."""
 Written = dict[str, dict[str, Any]]
 """Name of a file → its contents."""
 
@@ -72,21 +79,56 @@ def read_kept(beside: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
         ConfigError: naming a key whose value has no counterpart.
     """
     given = _given(beside)
+    return {**_values(given), **_bounds(given, options, KEPT)}
+
+
+def read_clips(beside: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `[video]` by the file for clips whose frames keep their aspect, as in Qwen2-VL.
+
+    Without such a file, that for images counts, as in transformers.
+
+    Args:
+        beside: as above.
+        image: options of `[image]`, whose encoder takes clips too.
+
+    Raises:
+        ConfigError: naming a key whose value has no counterpart.
+    """
+    given = dict(beside.get("video_processor") or beside)
+    values, temporal, count = _values(given, CLIPS), image["patch_frames"], given.get("num_frames")
+    for key, option in NAMES.items():
+        if option in values and [*values[option]] != [*image[option]]:
+            raise _refused(key, f"clips and images share one, {list(image[option])}; found {values[option]}", CLIPS)
+    if given.get("cap_pixels_per_frame"):
+        raise _refused("cap_pixels_per_frame", "a frame's pixels do not depend on the number of frames", CLIPS)
+    sampled = {
+        "fps": float(given.get("fps") or FPS),
+        "least_frames": given.get("min_frames") or FRAMES[0],
+        "frames": (given.get("max_frames") or FRAMES[1]) // temporal * temporal,
+    }
+    return {
+        "fit": "keep",
+        "temporal": temporal,
+        "taken": "first",
+        **(sampled if count is None else {"frames": max(round(count / temporal), 1) * temporal}),
+        **_bounds(given, image, PIXELS, CLIPS),
+    }
+
+
+def _bounds(
+    given: Mapping[str, Any], options: Mapping[str, Any], usual: tuple[int, int], file: str = IMAGES
+) -> dict[str, Any]:
+    """The options that say how large images become."""
     size = given.get("size")
     edges = size if isinstance(size, Mapping) else {}
     for key, option in SHAPES.items():
         if given.get(key, options[option]) not in (options[option], None):
-            raise _refused(key, f"expected {options[option]}, as vision_config has, found {given[key]!r}")
-    least = given.get("min_pixels") or edges.get("shortest_edge") or edges.get("min_pixels") or KEPT[0]
-    most = given.get("max_pixels") or edges.get("longest_edge") or edges.get("max_pixels") or KEPT[1]
+            raise _refused(key, f"expected {options[option]}, as vision_config has, found {given[key]!r}", file)
+    least = given.get("min_pixels") or edges.get("shortest_edge") or edges.get("min_pixels") or usual[0]
+    most = given.get("max_pixels") or edges.get("longest_edge") or edges.get("max_pixels") or usual[1]
     unit = options["patch"] * options["merge"]
     side = max(unit, math.isqrt(most) // unit * unit)
-    return {
-        **_values(given),
-        "size": side,
-        "least_pixels": min(least, most),
-        "most_pixels": 0 if side**2 == most else most,
-    }
+    return {"size": side, "least_pixels": min(least, most), "most_pixels": 0 if side**2 == most else most}
 
 
 def written(config: VisionSection, files: Tables) -> Written:
@@ -112,8 +154,8 @@ def rewritten(files: Tables, change: Callable[[Mapping[str, Any]], dict[str, Any
         new: what is said of them, before the change, if no file says anything.
     """
     nested = {name: {**one, NESTED: change(one[NESTED])} for name, one in files.items() if one.get(NESTED)}
-    given = files.get(FILE, {} if nested else new)
-    return {**nested, **({FILE: change(given)} if given else {})}
+    given = files.get(IMAGES, {} if nested else new)
+    return {**nested, **({IMAGES: change(given)} if given else {})}
 
 
 def _agree(config: VisionSection, beside: Mapping[str, Any]) -> bool:
@@ -153,13 +195,13 @@ def _given(beside: Mapping[str, Any]) -> dict[str, Any]:
     return {**beside, **(beside.get(NESTED) or {})}
 
 
-def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+def _values(given: Mapping[str, Any], file: str = IMAGES) -> dict[str, Any]:
     """The options that say what numbers pixels become."""
     for key, value in FIXED.items():
         if given.get(key, value) not in (value, None):
-            raise _refused(key, f"expected {value!r}, found {given[key]!r}")
+            raise _refused(key, f"expected {value!r}, found {given[key]!r}", file)
     if abs(given.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
-        raise _refused("rescale_factor", f"expected 1/255, found {given['rescale_factor']}")
+        raise _refused("rescale_factor", f"expected 1/255, found {given['rescale_factor']}", file)
     return {option: list(given[key]) for key, option in NAMES.items() if given.get(key) is not None}
 
 
@@ -168,5 +210,5 @@ def _sides(size: Any) -> set[Any]:
     return {size.get("height"), size.get("width")} if isinstance(size, Mapping) else {size}
 
 
-def _refused(key: str, why: str) -> ConfigError:
-    return ConfigError(f"preprocessor_config.json: {key}: {why}.")
+def _refused(key: str, why: str, file: str = IMAGES) -> ConfigError:
+    return ConfigError(f"{file}: {key}: {why}.")

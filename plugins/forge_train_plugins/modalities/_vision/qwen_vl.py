@@ -1,26 +1,17 @@
-"""Qwen2.5-VL (arXiv:2502.13923) in Hugging Face layout: all but the language model, for images."""
+"""Qwen2.5-VL (arXiv:2502.13923) in Hugging Face layout: all but the language model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge_train import ConfigError
-from forge_train_kit import hookspecs
-from forge_train_kit.data.items.marks import token_of
 from forge_train_kit.hf import HFAround, HFModel
 from forge_train_kit.state_map import Flatten, Rename, Split, StateMap, Transpose
 
 from . import processor
 from .families import ACTIVATIONS as COMMON_ACTIVATIONS
 from .families import OPTIONS as FAMILIES
-
-if TYPE_CHECKING:
-    from forge_train import Job
-    from forge_train_kit.modalities import Modality
-
-    from .section import VisionSection
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 LANGUAGE = "Qwen2ForCausalLM"
@@ -60,6 +51,7 @@ MISSING: dict[str, Any] = {
     "window_size": 112,
     "out_hidden_size": 3584,
     "fullatt_block_indexes": (7, 15, 23, 31),
+    "tokens_per_second": 4,
 }
 """Values of keys that a `vision_config` leaves out."""
 SIZES = {
@@ -126,13 +118,16 @@ def read(config: Mapping[str, Any], beside: Mapping[str, Any]) -> HFAround | Non
     if not (text.get("rope_scaling") or text.get("rope_parameters") or {}).get("mrope_section"):
         raise ConfigError("text_config: rope_parameters: expected an mrope_section, as Qwen2.5-VL has.")
     text = {**TEXT_MISSING, **{key: one for key, one in text.items() if key not in OUTER}}
-    options = _options(dict(config.get("vision_config") or {}), text["hidden_size"])
+    vision = dict(config.get("vision_config") or {})
+    options = _options(vision, text["hidden_size"])
+    image = {**options, **processor.read_kept(beside, options)}
     return HFAround(
         config={**text, "model_type": "qwen2", "architectures": [LANGUAGE], "tie_word_embeddings": tied},
         names=TEXT,
         model=HFModel(
             map=tensors(options["patch"], options["patch_frames"]),
-            sections={"image": {**options, **processor.read_kept(beside, options)}},
+            sections={"image": image},
+            further={"video": {**processor.read_clips(beside, image), **_clips(vision)}},
             others=(IN_MEMORY,),
         ),
     )
@@ -176,6 +171,15 @@ def _options(vision: Mapping[str, Any], width: int) -> dict[str, Any]:
     }
 
 
+def _clips(vision: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `[video]` that no file for clips has."""
+    return {
+        "encoded_by": "image",
+        "placeholder": TOKENS["video_token_id"],
+        "positions_per_second": float(vision.get("tokens_per_second", MISSING["tokens_per_second"])),
+    }
+
+
 def tensors(patch: int, frames: int) -> StateMap:
     """The map of the vision model's tensors to the parameters of an encoder."""
     name = "visual.patch_embed.proj.weight"
@@ -198,70 +202,3 @@ def tensors(patch: int, frames: int) -> StateMap:
         parts = tuple(f"{INTO}vision.layers.{{i}}.{one}.{kind}" for one in "qkv")
         found = found | Split(f"visual.blocks.{{i}}.attn.qkv.{kind}", parts)
     return found
-
-
-def write(config: VisionSection, modality: Modality, layout: HFModel, job: Job) -> HFModel:
-    """The whole model's layout, given its language model's.
-
-    Raises:
-        ConfigError: naming what Qwen2.5-VL has no counterpart for.
-    """
-    (architecture,) = layout.config["architectures"]
-    text = {key: value for key, value in layout.config.items() if key not in ("architectures", "head_dim")}
-    if architecture != LANGUAGE:
-        raise _refused(LANGUAGE, f"found {architecture}")
-    if not (text.get("rope_scaling") or {}).get("mrope_section"):
-        raise _refused("decoder.rope.sections", "found none")
-    if (width := text["hidden_size"]) != layout.config["head_dim"] * text["num_attention_heads"]:
-        raise _refused("heads of width dim / heads", f"found decoder.head_dim = {layout.config['head_dim']}")
-    if job.hooks.gives("fusion") != "features":
-        raise _refused("images among the tokens", f"plugin {job.hooks.provider('fusion')!r} joins them otherwise")
-    inner = config.connector_hidden or width
-    for key, value in {**FIXED, "connector_hidden": config.dim * config.merge**2}.items():
-        if (found := inner if key == "connector_hidden" else getattr(config, key)) != value:
-            raise _refused(f"image.{key} = {value!r}", f"found {found!r}")
-    back = {option: name for name, option in ACTIVATIONS.items()}
-    unit = config.patch * config.merge
-    vision = {
-        "model_type": "qwen2_5_vl_vision",
-        **{key: getattr(config, option) for key, option in SIZES.items()},
-        "intermediate_size": config.hidden or 4 * config.dim,
-        "hidden_act": back[config.activation],
-        "in_channels": 3,
-        "out_hidden_size": width,
-        "window_size": config.window * config.patch if config.window else unit,
-        "fullatt_block_indexes": list(config.full_layers if config.window else range(config.layers)),
-    }
-    tokens = {"image_token_id": modality.placeholder, **TOKENS}
-    tied, ids = bool(text.get("tie_word_embeddings")), {key: _token(token, job) for key, token in tokens.items()}
-    return replace(
-        layout,
-        map=(TEXT >> layout.map) | tensors(config.patch, config.patch_frames),
-        config={
-            "architectures": [ARCHITECTURE],
-            "model_type": "qwen2_5_vl",
-            "text_config": {**text, "model_type": "qwen2_5_vl_text", **_ends(job)},
-            "vision_config": vision,
-            "tie_word_embeddings": tied,
-            **ids,
-        },
-    )
-
-
-def _token(text: str, job: Job) -> int:
-    tokenizer = hookspecs.tokenizer(job) if job.hooks.provider("tokenizer") else None
-    found = None if tokenizer is None else token_of(tokenizer, text)
-    if found is None:
-        raise _refused(f"a token for {text}", "this run's tokenizer has none")
-    return found
-
-
-def _ends(job: Job) -> dict[str, Any]:
-    """The language model's own special tokens."""
-    tokenizer = hookspecs.tokenizer(job)
-    begin = tokenizer.begin[0] if len(tokenizer.begin) == 1 else None
-    return {"bos_token_id": begin, "eos_token_id": tokenizer.end, "pad_token_id": None}
-
-
-def _refused(wanted: str, found: str) -> ConfigError:
-    return ConfigError(f"Qwen2.5-VL in Hugging Face layout needs {wanted}; {found}.")
