@@ -64,15 +64,16 @@ FILE = {"size": {"shortest_edge": 300, "longest_edge": 1000}, "patch_size": 4, "
 
 
 def reference(**text: Any) -> Any:
+    config = transformers.Qwen2_5_VLConfig(vision_config=VISION, **around(**text))
+    return fakes.initialised(transformers.Qwen2_5_VLForConditionalGeneration(config).eval())
+
+
+def around(**text: Any) -> dict[str, Any]:
+    """The description of a model, without its vision model."""
     tied = {"tie_word_embeddings": text.pop("tie_word_embeddings", False)}
     ids = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-    config = transformers.Qwen2_5_VLConfig(
-        vision_config=VISION,
-        text_config={**copy.deepcopy(TEXT), **text},
-        **{f"{name}_token_id": WORDS.index(f"<|{token}|>") for name, token in ids.items()},
-        **tied,
-    )
-    return fakes.initialised(transformers.Qwen2_5_VLForConditionalGeneration(config).eval())
+    numbers = {f"{name}_token_id": WORDS.index(f"<|{token}|>") for name, token in ids.items()}
+    return {"text_config": {**copy.deepcopy(TEXT), **text}, **numbers, **tied}
 
 
 def saved(folder: Path, model: Any) -> Path:

@@ -55,6 +55,7 @@ class Image(_Vision):
         "hf.architectures": (
             "LlavaForConditionalGeneration",
             "PaliGemmaForConditionalGeneration",
+            "Qwen2VLForConditionalGeneration",
             "Qwen2_5_VLForConditionalGeneration",
         )
     }
