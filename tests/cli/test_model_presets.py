@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
-from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaVisionModel
 
 from forge_command import Forge
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train_cli.presets import Preset, everything
-from forge_train_kit.hf.start import exported
+from forge_train_kit.hf.start import exported, imported
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.opening import lone_job
@@ -80,20 +79,25 @@ def test_llava_has_what_is_published_but_for_what_nothing_reads(tmp_path: Path) 
     assert preset.parameters == 7_063_427_072 - sum(map(_count, unread))
 
 
-def test_layers_of_llama_vision_are_the_published_ones(tmp_path: Path) -> None:
-    """Of the `config.json` of meta-llama/Llama-3.2-11B-Vision. It has embeddings of eight more tokens, for images."""
+def test_llama_vision_has_each_tensor_of_the_published_one(tmp_path: Path) -> None:
+    """Those that transformers makes of the `config.json` of meta-llama/Llama-3.2-11B-Vision, read as weights are."""
     preset = next(one for one in MODELS if one.name == "llama3.2-11b-vision")
-    _, sizes = _sizes(preset, tmp_path)
-    assert sum(sizes.values()) == preset.parameters
-    inside = "fusion.items.encoders.image."
+    job, sizes = _sizes(preset, tmp_path)
+    config = transformers.MllamaConfig(architectures=["MllamaForConditionalGeneration"])
     with torch.device("meta"):
-        text = MllamaForCausalLM._from_config(MllamaTextConfig())
-        vision = MllamaVisionModel._from_config(MllamaVisionConfig())
-    ours = sum(size for name, size in sizes.items() if not name.startswith(inside))
-    assert ours == _count(text) - 8 * 4096
-    blocks = {name: size for name, size in sizes.items() if name.startswith(f"{inside}vision.layers.")}
-    biases_of_attention = 4 * 1280 * 32  # which theirs has not
-    assert sum(blocks.values()) - biases_of_attention == _count(vision.transformer)
+        theirs = transformers.MllamaForConditionalGeneration(config)
+    assert _count(theirs) == preset.parameters
+    layout = imported(config.to_dict(), job.hooks)
+    assert layout is not None
+    stored = {name: (tuple(one.shape), one.dtype) for name, one in theirs.named_parameters()}
+    maps = (layout.map, *layout.others)
+    step = max((one.trace(stored) for one in maps), key=lambda step: len(sizes.keys() & step.given.keys()))
+    assert not step.left
+    assert {name: math.prod(view.shape) for name, view in step.given.items()} == sizes
+    ours = job.config.values()
+    for section in ("image_tiles", "cross_attention"):
+        for option, value in layout.sections[section].items():
+            assert ours[f"{section}.{option}"] == value, option
 
 
 def test_fits_on_the_hardware_that_it_names(forge: Forge) -> None:
