@@ -19,7 +19,7 @@ from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.offline.opening import lone_job
 
 MODELS = [one for one in everything() if one.parameters]
-SEEING = {"llava-1.5-7b", "llama3.2-11b-vision"}
+SEEING = {"llava-1.5-7b", "llama3.2-11b-vision", "cogvlm-17b", "ernie-4.5-vl-28b-a3b"}
 
 
 def _devices(preset: Preset) -> tuple[int, str]:
@@ -98,6 +98,42 @@ def test_llama_vision_has_each_tensor_of_the_published_one(tmp_path: Path) -> No
     for section in ("image_tiles", "cross_attention"):
         for option, value in layout.sections[section].items():
             assert ours[f"{section}.{option}"] == value, option
+
+
+def test_cogvlm_has_what_is_published_but_for_the_ends_of_images(tmp_path: Path) -> None:
+    """Of the `config.json` and the code of THUDM/cogvlm-chat-hf, whose parts are Llama's and CLIP's but for biases."""
+    preset = next(one for one in MODELS if one.name == "cogvlm-17b")
+    _, sizes = _sizes(preset, tmp_path)
+    assert sum(sizes.values()) == preset.parameters
+    sizes_of_eva = {"hidden_size": 1792, "intermediate_size": 15360, "num_hidden_layers": 63, "num_attention_heads": 16}
+    with torch.device("meta"):
+        text = transformers.LlamaForCausalLM(transformers.LlamaConfig())  # Vicuna 7B's
+        vision = transformers.CLIPVisionModel(
+            transformers.CLIPVisionConfig(**sizes_of_eva, image_size=490, patch_size=14)
+        )
+    experts = sum(_count(layer.self_attn) + _count(layer.mlp) for layer in text.model.layers)
+    norms = [module for path, module in vision.named_modules() if path.endswith(("pre_layrnorm", "post_layernorm"))]
+    encoder = _count(vision) - sum(map(_count, norms)) + 1792  # a bias in the projection of patches
+    connector = 1792 * 4096 + 2 * 4096 + 3 * 4096 * 11008
+    assert _count(text) + experts + encoder + connector == preset.parameters
+    assert preset.parameters == 17_639_685_376 - 2 * 4096
+
+
+def test_ernie_has_what_is_published_but_for_experts_of_images_and_connector(tmp_path: Path) -> None:
+    """Of the `config.json` of baidu/ERNIE-4.5-VL-28B-A3B-PT."""
+    preset = next(one for one in MODELS if one.name == "ernie-4.5-vl-28b-a3b")
+    _, sizes = _sizes(preset, tmp_path)
+    assert sum(sizes.values()) == preset.parameters
+    with torch.device("meta"):
+        theirs = transformers.Ernie4_5_VLMoeForConditionalGeneration(transformers.Ernie4_5_VLMoeConfig())
+    assert _count(theirs) == 29_399_294_336
+    others = ("vision_moe", "resampler_model", "moe_statics")
+    same = sum(
+        one.numel() for name, one in theirs.named_parameters() if not any(f".{part}." in name for part in others)
+    )
+    assert same == sum(
+        size * 64 // 84 if ".routed." in name else size for name, size in sizes.items() if ".connector." not in name
+    )
 
 
 def test_fits_on_the_hardware_that_it_names(forge: Forge) -> None:

@@ -29,6 +29,8 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("moe", "ep", "tp"),
         {"moe.experts": 4, "moe.hidden": 16, "parallel.tp": 2, "parallel.etp": 2},
     ),
+    "tp2, norms shared": (("tp",), {"parallel.tp": 2, "mot.shared": ["norms"]}),
+    "pp2, attention shared, ac": (("pp", "ac"), {"parallel.pp": 2, "mot.shared": ["attention"], **ONE}),
     "pp2, input and weight gradients apart": (("pp",), {"parallel.pp": 2, "pp.schedule": "zbv", **ONE}),
 }
 FUSIONS: dict[str, dict[str, Any]] = {
@@ -50,7 +52,14 @@ IN_CI = {
         *("fsdp2, two micro-batches, ac", "tp2, a sequence that does not divide", "tp2, not along the sequence, ac"),
         *("pp2, ac", "cp2"),
     ],
-    "mot": ["fsdp2", "tp2, a sequence that does not divide", "tp2, not along the sequence, ac", "pp2, ac", "cp2"],
+    "mot": [
+        "fsdp2",
+        "tp2, norms shared",
+        "tp2, a sequence that does not divide",
+        "tp2, not along the sequence, ac",
+        "pp2, ac",
+        "cp2",
+    ],
     "moma": ["ep2", "tp2", "tp2, not along the sequence, ac", "pp2, ac", "cp2"],
 }
 REFUSED = {
@@ -58,7 +67,13 @@ REFUSED = {
     "mot": ["ep2", "tp2, experts split too"],
 }
 """Experts are shared out over equal pieces of sequences, and `mot` takes none."""
-CASES = [(fusion, layout) for fusion in FUSIONS for layout in LAYOUTS if layout not in REFUSED.get(fusion, [])]
+OF_MOT = [name for name, (_, settings) in LAYOUTS.items() if "mot.shared" in settings]
+CASES = [
+    (fusion, layout)
+    for fusion in FUSIONS
+    for layout in LAYOUTS
+    if layout not in REFUSED.get(fusion, []) and (fusion == "mot" or layout not in OF_MOT)
+]
 
 
 @pytest.mark.parametrize(

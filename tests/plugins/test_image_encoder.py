@@ -55,6 +55,7 @@ MODES: dict[str, dict[str, Any]] = {
         "connector_hidden": 20,
     },
     "windows": {"window": 2},
+    "norms after, gated connector": {"norm_place": "after", "connector": "gated", "connector_hidden": 20},
     "linear": {"connector": "linear", "final_norm": False, "bias": False},
 }
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -190,6 +191,22 @@ def test_each_parameter_says_how_it_starts() -> None:
         assert owner.initial(key).kind == kind, name
     assert built.units == ("vision.layers.0", "vision.layers.1")
     assert all(built.get_submodule(unit) for unit in built.units)
+
+
+def test_norms_after_attention_and_feed_forward_and_a_gated_connector() -> None:
+    """As CogVLM's own code computes them (THUDM/cogvlm-chat-hf, visual.py)."""
+    built = encoder("norms after, gated connector")
+    block, connector = built.vision.layers["0"], built.connector
+    x = torch.randn(1, 16, 16, dtype=torch.float64)
+    q, k, v = (one(x).unflatten(-1, (2, 8)).transpose(1, 2) for one in (block.q, block.k, block.v))
+    mixed = ((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    h = x + block.attention_norm(block.o(mixed))
+    fed = block.down(F.gelu(block.up(h), approximate="tanh"))
+    torch.testing.assert_close(block(x, None, None), h + block.feed_forward_norm(fed))
+    h = F.gelu(F.layer_norm(connector.first(x.view(1, 4, 64)), (8,), connector.norm.weight, connector.norm.bias))
+    torch.testing.assert_close(connector(x, None), connector.down(F.silu(connector.gate(h)) * connector.up(h)))
+    assert connector.up.out_features == 20
+    assert not any(name.endswith("bias") for name, _ in connector.named_parameters() if "norm" not in name)
 
 
 def test_pixels_are_normalised() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def written_out(model: Any, given: Batch) -> Tensor:
     def each(x: Tensor, compute: Any, module: str) -> Tensor:
         rows = []
         for row, kinds in zip(x, scans_here.tolist(), strict=True):
-            paths = [module + ".others.scan" * kind for kind in kinds]
+            own = any(name.startswith(f"{module}.others.") for name in weights)
+            paths = [module + ".others.scan" * (kind and own) for kind in kinds]
             rows.append(torch.stack([compute(one, path) for one, path in zip(row, paths, strict=True)]))
         return torch.stack(rows)
 
@@ -107,8 +109,13 @@ def written_out(model: Any, given: Batch) -> Tensor:
     return normed_x
 
 
-def test_a_position_meets_the_weights_of_its_kind() -> None:
-    model, given = composed("mot")[1], batch()
+@pytest.mark.parametrize("shared", [[], ["norms"], ["norms", "attention"], ["feed_forward"]], ids=str)
+def test_a_position_meets_the_weights_of_its_kind(shared: list[str]) -> None:
+    model, given = composed("mot", f"mot.shared={json.dumps(shared)}")[1], batch()
+    parts = {"norms": ("attention_norm", "feed_forward_norm")}
+    kept = {name for part in shared for name in parts.get(part, (part,))}
+    whole = {"attention_norm", "attention", "feed_forward_norm", "feed_forward"}
+    assert {name for name, child in model.layers["0"].named_children() if hasattr(child, "others")} == whole - kept
     torch.testing.assert_close(gradients(model, given)[0], written_out(model, given), rtol=1e-9, atol=1e-9)
     own = gradients(model, given)[1]
     model.forward = lambda *_, **__: written_out(model, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,13 @@ from forge_train_kit.model import Kinds, TensorStyle, flops_per_token
 from forge_train_kit.specialisation import Specialisation
 
 
-def give_weights(blocks: Mapping[str, nn.Module], kinds: Kinds) -> None:
+def give_weights(blocks: Mapping[str, nn.Module], kinds: Kinds, shared: Collection[str] = ()) -> None:
     """Have every module with weights compute a position with those of its kind.
 
     Args:
         blocks: layer number → the layer: its `attention` mixes tokens, and its other children work on each alone.
         kinds: tells the kind of positions.
+        shared: parts without weights of their own: `norms`, `attention`, `feed_forward`.
 
     Raises:
         ConfigError: for a layer that can't have such weights.
@@ -28,7 +29,8 @@ def give_weights(blocks: Mapping[str, nn.Module], kinds: Kinds) -> None:
     norm = Specialisation(_norm)
     for number, block in blocks.items():
         for name, module in block.named_children():
-            if not any(True for _ in module.parameters()):
+            part = name if name in changes else "norms"
+            if part in shared or not any(True for _ in module.parameters()):
                 continue
             one: Any = module
             if name == "attention":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
-from forge_train import Plugin, hookimpl
+from forge_train import Plugin, Problem, hookimpl, section
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -25,6 +26,18 @@ class MixtureOfTransformers(Plugin):
 
     api = (1, 0)
 
+    @section
+    class Config:
+        shared: tuple[Literal["norms", "attention", "feed_forward"], ...] = ()
+        """Parts of each layer whose weights all positions share, such as the norms in CogVLM (arXiv:2311.03079)."""
+
+    config: Config
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        if {*self.config.shared} == {"norms", "attention", "feed_forward"}:
+            yield Problem("mot.shared", "leaves modalities no weights of their own; take plugin `prefix` instead.")
+
     @hookimpl
     def fusion(self, spec: FusionSpec, job: Job) -> Fusion:
         from forge_train_kit.model import InSequence, Kinds
@@ -32,5 +45,5 @@ class MixtureOfTransformers(Plugin):
         from ._mot import give_weights
 
         kinds = Kinds(tuple(spec.encoders), job.step)
-        give_weights(spec.blocks, kinds)
+        give_weights(spec.blocks, kinds, self.config.shared)
         return InSequence(spec, kinds)

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from .section import VisionSection
 
 
-def connector(config: VisionSection, dim: int, *, clips: bool) -> Projection | Pooling | Resampler:
+def connector(config: VisionSection, dim: int, *, clips: bool) -> Projection | Gated | Pooling | Resampler:
     """The connector of a section, to vectors of this width."""
     if config.connector == "resampler":
         return Resampler(config, dim, clips=clips)
+    if config.connector == "gated":
+        return Gated(config, dim, clips=clips)
     return (Pooling if config.connector == "pooling" else Projection)(config, dim, clips=clips)
 
 
@@ -54,6 +56,31 @@ class Projection(_Connector):
         features = self.timed(features, where)
         x: Tensor = self.first(features.reshape(batch, patches // self.block, self.block * width))
         return x if self.second is None else self.second(F.gelu(x))
+
+    def flops(self, patches: int) -> int:
+        """Operations of a forward pass over an item of so many patches."""
+        return 2 * patches // self.block * sum(p.numel() for p in self.parameters() if p.ndim > 1)
+
+
+class Gated(_Connector):
+    """The features of a block of patches, side by side, to one vector: a projection, LayerNorm and GELU, then SwiGLU,
+    as in CogVLM (arXiv:2311.03079). No projection has a bias."""
+
+    def __init__(self, config: VisionSection, dim: int, *, clips: bool) -> None:
+        super().__init__(config, clips=clips)
+        self.block, inner = config.merge**2, config.connector_hidden or dim
+        self.first = Linear(config.dim * self.block, dim, bias=False, std=config.std)
+        self.norm = LayerNorm(dim, 1e-5)
+        self.gate, self.up = (Linear(dim, inner, bias=False, std=config.std) for _ in range(2))
+        self.down = Linear(inner, dim, bias=False, std=config.std)
+
+    def forward(self, features: Tensor, where: Callable[[], Places]) -> Tensor:
+        """`[batch, patches, width]` to `[batch, vectors, dim]`."""
+        batch, patches, width = features.shape
+        features = self.timed(features, where)
+        x = F.gelu(self.norm(self.first(features.reshape(batch, patches // self.block, self.block * width))))
+        vectors: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return vectors
 
     def flops(self, patches: int) -> int:
         """Operations of a forward pass over an item of so many patches."""

@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """`model_type` → options that all its models share."""
-PLAIN: dict[str, Any] = {"norm": "layer", "gated": False, "window": 0, "patch_frames": 1}
+PLAIN: dict[str, Any] = {"norm": "layer", "norm_place": "before", "gated": False, "window": 0, "patch_frames": 1}
 """Options of neither family, with the values that stand for none of them."""
 BLOCK = {
     "attention_norm": "layer_norm1",

@@ -46,6 +46,7 @@ class Family:
         """Options that all its models share."""
         return {
             **self.own,
+            "norm_place": "before",
             "norm_eps": 1e-6,
             "bias": True,
             "patch_bias": False,

@@ -46,6 +46,8 @@ class VisionSection:
     """Feed-forward blocks multiply the activation of one projection by another (SwiGLU with silu, as in Qwen2.5-VL)."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm or RMSNorm in its blocks, and after the last one."""
+    norm_place: Literal["before", "after"] = "before"
+    """Norms of a block are of what attention and feed-forward read, or of what they give (EVA-CLIP-E in CogVLM)."""
     norm_eps: Annotated[float, Gt(0)] = 1e-6
     """Added to the variance (or the mean square) in its norms."""
     window: Annotated[int, Ge(0)] = 0
@@ -72,12 +74,12 @@ class VisionSection:
     positions: Literal["learned", "sines", "sines_1d", "rotary"] = "learned"
     """Add a learned vector of each place in the grid, interpolated for images of another shape; sines of row and
     column; sines of the number in reading order; or rotate queries and keys by row and column (Qwen2-VL)."""
-    connector: Literal["linear", "mlp", "pooling", "resampler"] = "mlp"
-    """Project the features of merged patches to the model's width (linear), twice with GELU in between (mlp), after
-    their mean has attended to them (pooling), or after learned queries have attended to the whole image, which
-    then takes as many positions as there are queries (resampler)."""
+    connector: Literal["linear", "mlp", "gated", "pooling", "resampler"] = "mlp"
+    """Project the features of merged patches to the model's width (linear), twice with GELU in between (mlp), before
+    LayerNorm, GELU and SwiGLU (gated, as in CogVLM), after their mean has attended to them (pooling), or after learned
+    queries have attended to the whole image, which then takes as many positions as there are queries (resampler)."""
     connector_hidden: Annotated[int, Ge(0)] = 0
-    """Width between the two projections of the connector mlp; 0 means the model's."""
+    """Width between the two projections of the connector mlp, and of the SwiGLU of gated; 0 means the model's."""
     queries: Annotated[int, Ge(0)] = 0
     """Learned queries of the resampler."""
     std: Annotated[float, Gt(0)] = 0.02
@@ -130,8 +132,8 @@ def check(one: VisionSection, name: str) -> Iterator[Problem]:
         yield Problem(f"{name}.window", f"expected a multiple of merge = {one.merge}.")
     if one.full_layers and (not one.window or max(one.full_layers) >= one.layers):
         yield Problem(f"{name}.full_layers", f"expected blocks from 0 to {one.layers - 1}, and a window.")
-    if one.connector_hidden and one.connector != "mlp":
-        yield Problem(f"{name}.connector_hidden", 'is for connector = "mlp".')
+    if one.connector_hidden and one.connector not in ("mlp", "gated"):
+        yield Problem(f"{name}.connector_hidden", 'is for connector = "mlp" or "gated".')
     yield from _check_pixels(one, name)
     for option in ("cache", "cache_bytes") if not one.once else ():
         if getattr(one, option) != getattr(VisionSection, option):

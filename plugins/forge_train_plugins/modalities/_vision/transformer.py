@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class VisionTransformer(nn.Module):
-    """Patches to features: projection, positions, and blocks with a norm before attention and feed-forward.
+    """Patches to features: projection, positions, and blocks of attention and feed-forward.
 
     (Dosovitskiy et al. 2020, arXiv:2010.11929; CLIP, arXiv:2103.00020; SigLIP, arXiv:2303.15343; with windows,
     Qwen2.5-VL, arXiv:2502.13923.)
@@ -143,12 +143,13 @@ class ClassToken(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Attention and feed-forward, each with a norm before it."""
+    """Attention and feed-forward, each with a norm before or after it."""
 
     def __init__(self, config: VisionSection) -> None:
         super().__init__()
         dim, hidden, out = config.dim, config.hidden or 4 * config.dim, config.std / math.sqrt(2 * config.layers)
         self.heads, self.activation = config.heads, ACTIVATIONS[config.activation]
+        self.before = config.norm_place == "before"
         self.attention_norm = _norm(config)
         self.q, self.k, self.v = (Linear(dim, dim, bias=config.bias, std=config.std) for _ in range(3))
         self.o = Linear(dim, dim, bias=config.bias, std=out)
@@ -164,14 +165,16 @@ class VisionBlock(nn.Module):
             mask: `[rows, 1, patches, patches]`, True where a patch sees another; None where all do.
             turn: cos and sin of the angles by which queries and keys are rotated.
         """
-        h = self.attention_norm(x)
+        h = self.attention_norm(x) if self.before else x
         q, k, v = (one(h).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
         if turn is not None:
             q, k = rotated(q, *turn), rotated(k, *turn)
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        x = x + self.o(mixed.transpose(1, 2).flatten(2))
-        h = self.feed_forward_norm(x)
+        added: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        x = x + (added if self.before else self.attention_norm(added))
+        h = self.feed_forward_norm(x) if self.before else x
         inner = self.activation(self.up(h)) if self.gate is None else self.activation(self.gate(h)) * self.up(h)
-        added: Tensor = x + self.down(inner)
-        return added
+        added = self.down(inner)
+        found: Tensor = x + (added if self.before else self.feed_forward_norm(added))
+        return found
