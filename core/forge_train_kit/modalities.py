@@ -23,6 +23,8 @@ __all__ = [
     "flops_of_encoders",
     "flops_of_items",
     "paces_of",
+    "passes_of",
+    "step_flops_of",
     "vectors_of",
 ]
 
@@ -130,8 +132,9 @@ class Modality(Protocol):
 class Encoder(Protocol):
     """Turns the patches of items into features: an encoder and its connector, an `nn.Module`.
 
-    It may declare `units`, names of its modules to shard and recompute one by one, and `flops(patches)`, operations of
-    a forward pass over an item of so many patches (`flops_of`). If it gives other than one vector for each patch, it
+    It may declare `units`, names of its modules to shard and recompute one by one, `flops(patches)`, operations of a
+    forward pass over an item of so many patches (`flops_of`), and `step_flops(patches)`, those of a forward and a
+    backward pass with what is frozen now (`step_flops_of`). If it gives other than one vector for each patch, it
     declares `vectors(grids)`, their numbers (`vectors_of`). Rows and items never see each other, nor the padding.
     """
 
@@ -238,9 +241,23 @@ def flops_of(encoder: Encoder, grid: Grid) -> int:
     return 2 * patches * weights
 
 
+def step_flops_of(encoder: Encoder, grid: Grid) -> int:
+    """Operations of a forward and a backward pass over an item: what the encoder declares, or those of three forward
+    passes, and of one if all of it is frozen."""
+    module: Any = encoder
+    if hasattr(module, "step_flops"):
+        return int(module.step_flops(grid[0] * grid[1] * grid[2]))
+    return flops_of(encoder, grid) * passes_of(module)
+
+
+def passes_of(module: nn.Module) -> int:
+    """The number of forward passes that a step of a module costs: three, or one if it is frozen."""
+    return 3 if any(one.requires_grad for one in module.parameters()) else 1
+
+
 def flops_of_items(part: nn.Module, extras: Mapping[str, Tensor]) -> int:
     """Operations of a forward and a backward pass that the items of a batch cost on a part of a model, beyond its
-    `flops_per_token`, frozen or not: what its fusion declares, or those of the encoders that it has under `encoders`.
+    `flops_per_token`: what its fusion declares, or those of the encoders that it has under `encoders`.
 
     Args:
         part: composed.
@@ -262,5 +279,5 @@ def flops_of_encoders(encoders: Iterable[tuple[str, Any]], extras: Mapping[str, 
     for name, encoder in encoders:
         grids = extras.get(extras_of(name)[1])
         for time, height, width in [] if grids is None else grids.flatten(0, 1).tolist():
-            found += 3 * flops_of(encoder, (time, height, width)) if time else 0
+            found += step_flops_of(encoder, (time, height, width)) if time else 0
     return found

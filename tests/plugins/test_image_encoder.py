@@ -317,6 +317,31 @@ def test_counts_the_operations_that_torch_counts(mode: str) -> None:
     assert built.flops(math.prod(grid)) == counted.get_total_flops()
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("frozen", ["", "vision", "connector", "vision and connector"])
+def test_a_step_has_no_backward_pass_through_what_is_frozen(
+    frozen: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch counts, but for gradients that no one needs, which count where anything is trained."""
+    monkeypatch.setitem(MODES, "step", {"once": kept})
+    built = encoder("step").float()
+    for name in filter(None, frozen.split(" and ")):
+        built.get_submodule(name).requires_grad_(False)
+    values, grids = torch.zeros(1, 16, 48, dtype=torch.uint8), torch.tensor([[[1, 4, 4]]])
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+        out = built(values, grids)
+        _ = out.sum().backward() if out.requires_grad else None
+    first, second = (2 * 4 * one.weight.numel() for one in (built.connector.first, built.connector.second))
+    unneeded = {
+        "": 2 * 16 * built.vision.patches.weight.numel(),
+        "vision": first,
+        "connector": first + second + 2 * 16 * built.vision.patches.weight.numel(),
+        "vision and connector": 0,
+    }[frozen]
+    here = built.vision.flops(16, 16) if kept and "vision" in frozen else 0  # nothing is kept yet
+    assert built.step_flops(16) == counted.get_total_flops() + unneeded - here
+
+
 def test_neighbouring_frames_are_averaged() -> None:
     """Two frames alike give what one gives; frames of other groups change nothing."""
     built, one = encoder("video"), encoder("square")

@@ -63,6 +63,16 @@ def test_an_encoder_that_declares_nothing_uses_its_weights_once_a_patch() -> Non
     assert flops_of_items(model.parts[0], {}) == 0
 
 
+def test_a_frozen_encoder_has_no_backward_pass() -> None:
+    _, model = tiny_models.composed(plugins=("scans:Scans",))
+    fusion: Any = model.parts[0].fusion
+    encoder, extras = fusion.enter.encoders["scan"], {GRIDS: torch.tensor([[[1, 1, 4], [0, 0, 0]]])}
+    encoder.layers.requires_grad_(False)
+    trained = flops_of_items(model.parts[0], extras)
+    encoder.requires_grad_(False)
+    assert flops_of_items(model.parts[0], extras) == flops_of(encoder, (1, 1, 4)) == trained / 3
+
+
 class Seen(Plugin):
     """Adds up what the items of training steps cost."""
 

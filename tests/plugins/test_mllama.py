@@ -282,6 +282,11 @@ def test_operations_are_those_that_torch_counts() -> None:
         vectors = encoder(torch.from_numpy(example.values)[None], torch.tensor([[example.grid]]))
     assert vectors.shape[1] == modality.positions(example.grid) == encoder.vectors(torch.tensor([example.grid])).item()
     assert encoder.flops(16) == counted.get_total_flops()
+    assert encoder.step_flops(16) == 3 * encoder.flops(16)
+    encoder.vision.requires_grad_(False)
+    assert encoder.step_flops(16) == 3 * encoder.flops(16) - 2 * encoder.vision.flops(16)
+    encoder.requires_grad_(False)
+    assert encoder.step_flops(16) == encoder.flops(16)
 
 
 @pytest.mark.parametrize(

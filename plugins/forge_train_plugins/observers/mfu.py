@@ -14,7 +14,8 @@ class MFU(Plugin):
     """Logs `mfu`: the model's FLOPs per second as a share of the peak of all devices.
 
     FLOPs are those that the model declares (`flops_per_token`), and those of the items that the steps had, such as
-    images: of encoders, of connectors and of what attends to items, frozen or not. The peak is that of dense matrix
+    images: of encoders, of connectors and of what attends to items. A frozen encoder has a forward pass alone, or none
+    if what it gives is kept; other weights count whether they are frozen or not. The peak is that of dense matrix
     products in `train.precision`: `log.peak_tflops` sets it, else the exact name of the device decides. Where either is
     unknown, as on a CPU, `mfu` is null. Evaluations and checkpoints are left out of the time.
     """

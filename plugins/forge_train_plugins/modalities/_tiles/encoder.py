@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_train_kit.modalities import passes_of
 from forge_train_kit.model import Linear
 
 from .transformer import TileTransformer
@@ -72,3 +73,8 @@ class TileEncoder(nn.Module):
         """Operations of a forward pass over an item of so many patches."""
         vectors = patches + patches // self.patches
         return self.vision.flops(patches) + 2 * vectors * self.connector.weight.numel()
+
+    def step_flops(self, patches: int) -> int:
+        """The same of a forward and a backward pass, which a frozen vision model does not have."""
+        vision = self.vision.flops(patches)
+        return vision * passes_of(self.vision) + (self.flops(patches) - vision) * passes_of(self)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_train_kit.modalities import passes_of
+
 from .connectors import connector
 from .places import places
 from .transformer import VisionTransformer
@@ -37,6 +39,8 @@ class VisionEncoder(nn.Module):
         self.queries = config.queries
         self.vision = VisionTransformer(config)
         self.connector = connector(config, dim, clips=temporal is not None)
+        self.keeps = config.once
+        """True if the vision model runs once for each item, as long as it is frozen."""
         self.once: Any = None
         """Gives the features while the vision model is frozen (`Once`)."""
 
@@ -88,6 +92,14 @@ class VisionEncoder(nn.Module):
         """Operations of a forward pass over an item of so many patches, whose features may be there already."""
         vision = 0 if self._is_known() else self.vision.flops(patches, self.side**2 or patches)
         return vision + self.connector.flops(patches // self.temporal)
+
+    def step_flops(self, patches: int) -> int:
+        """The same of a forward and a backward pass, which a frozen vision model does not have. One whose features are
+        kept has neither."""
+        connector = self.connector.flops(patches // self.temporal)
+        passes = passes_of(self.vision)
+        vision = 0 if self.keeps and passes == 1 else passes * self.vision.flops(patches, self.side**2 or patches)
+        return vision + connector * passes_of(self)
 
     def _is_known(self) -> bool:
         return self.once is not None and bool(self.once.applies())

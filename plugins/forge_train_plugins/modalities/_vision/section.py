@@ -95,9 +95,10 @@ class VisionSection:
 
 
 ENCODER = (
-    *("patch", "merge", "dim", "layers", "heads", "hidden", "activation", "gated", "norm", "norm_eps", "window"),
-    *("full_layers", "bias", "patch_bias", "patch_frames", "class_token", "first_norm", "final_norm", "mean"),
-    *("deviation", "positions", "connector", "connector_hidden", "queries", "std", "once", "cache", "cache_bytes"),
+    *("patch", "merge", "dim", "layers", "heads", "hidden", "activation", "gated", "norm", "norm_eps", "norm_place"),
+    *("window", "full_layers", "bias", "patch_bias", "patch_frames", "class_token", "first_norm", "final_norm"),
+    *("mean", "deviation", "positions", "connector", "connector_hidden", "queries", "std", "once", "cache"),
+    "cache_bytes",
 )
 """Options of the encoder and its connector; the others are of what is read."""
 
