@@ -14,6 +14,7 @@ COMMANDS = {
     "train": (".train:train", "Train a model."),
     "launch": (".launch:launch", "Train on a cluster."),
     "plan": (".plan:plan", "Show what would be composed, without allocating it."),
+    "trace": (".trace:trace", "Show one step of every rank as a timeline."),
     "verify": (".verify:verify", "Show that a parallel layout computes what one process does."),
     "presets": (".presets:presets", "List the presets, in the order to learn them."),
     "plugins": (".plugins:plugins", "List, describe, check, write and install plugins."),

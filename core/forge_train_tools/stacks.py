@@ -36,7 +36,7 @@ class Place:
 def place(thread: int | None = None) -> Place:
     """Return the place of a thread, by default the main one."""
     frames = list(_frames(thread or threading.main_thread().ident or 0))
-    own = next((frame for frame in frames if _is_own(frame.f_code.co_filename)), None)
+    own = next((frame for frame in frames if is_own(frame.f_code.co_filename)), None)
     return Place(_words(own) if own else "", _awaited(frames[:INNER]))
 
 
@@ -77,7 +77,8 @@ def _frames(thread: int) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
+    """Return True for the file of code that is neither torch's nor Python's own."""
     return not _OF_TORCH.search(file) and not _OF_PYTHON.match(file)
 
 

@@ -86,7 +86,7 @@ class Collectives(Watch):
         self._tell = tell
 
     def look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        kind, functional = _kind(func)
+        kind, functional = kind_of(func)
         if not kind:
             return
         if functional:
@@ -98,7 +98,7 @@ class Collectives(Watch):
 
 
 @cache
-def _kind(func: Any) -> tuple[str, bool]:
+def kind_of(func: Any) -> tuple[str, bool]:
     """Of a collective, empty for other operations; and whether it is a functional one."""
     if func.namespace == "_c10d_functional":
         return FUNCTIONAL.get(func._opname, ""), True
@@ -106,13 +106,14 @@ def _kind(func: Any) -> tuple[str, bool]:
 
 
 def _collective(kind: str, group: dist.ProcessGroup, arguments: Iterable[Any]) -> Collective:
-    return Collective(kind, group.group_name, group.size(), max(_bytes(argument) for argument in arguments))
+    return Collective(kind, group.group_name, group.size(), max(size_of(argument) for argument in arguments))
 
 
-def _bytes(argument: Any) -> int:
+def size_of(argument: Any) -> int:
+    """Bytes of the tensors in an argument."""
     if isinstance(argument, Tensor):
         return argument.numel() * argument.element_size()
-    return sum(_bytes(item) for item in argument) if isinstance(argument, (list, tuple)) else 0
+    return sum(size_of(item) for item in argument) if isinstance(argument, (list, tuple)) else 0
 
 
 class Names:

@@ -59,7 +59,7 @@ class Watched(Watcher):
         self.stepper = assemble(job, self)
         self.model, self.optimizer = self.stepper.model, self.stepper.optimizer
         self.held_out_start = self.stepper.held_out.state_dict() if self.stepper.held_out else {}
-        _begin(job.hooks, self.stepper)
+        begin(job.hooks, self.stepper)
         self.weights = Weights(job, whole=True)
         self.weights.start_extra(None)
         self.weights.start(self.model)
@@ -248,7 +248,7 @@ class Watched(Watcher):
         return {name: hash_of(full_tensor(tensor)) for name, tensor in sorted(self.tensors()[0].items())}
 
 
-def _begin(hooks: Hooks, stepper: Stepper) -> None:
+def begin(hooks: Hooks, stepper: Stepper) -> None:
     """Tell the plugins of the start. An observer that asks for neither model nor optimizer can change neither: it is
     told nothing. One that only shows the run is told no more than this."""
     for name, enabled in hooks.enabled.items():
