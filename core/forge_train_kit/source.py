@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from forge_train.base.names import PluginRef, split
@@ -57,13 +57,8 @@ class Source:
         """The syntax of the class; None if the file does not contain a word, or is not Python."""
         if word not in self._text:  # parsing all plugins takes long
             return None
-        import ast  # a listing does without
-
-        try:
-            classes = [node for node in ast.parse(self._text).body if isinstance(node, ast.ClassDef)]
-        except (SyntaxError, ValueError):
-            return None
-        return next((one for one in classes if (one.name == self._name if self._name else _is_plugin(one))), None)
+        named = (one for one in _classes(self._text) if (one.name == self._name if self._name else _is_plugin(one)))
+        return next(named, None)
 
     def assigned(self, attribute: str, word: str = "") -> ast.expr | None:
         """The expression that the class's own body assigns to an attribute.
@@ -110,6 +105,17 @@ class Source:
     def fact(self, name: str) -> Any:
         """A literal of the class's `facts`; None if it is not stated there."""
         return dict(_literals(self.assigned("facts", name))).get(name)
+
+
+@lru_cache(maxsize=16)  # a process that resolves several configurations asks for the same few again
+def _classes(text: str) -> tuple[ast.ClassDef, ...]:
+    """The classes of a file; none if it is not Python."""
+    import ast  # a listing does without
+
+    try:
+        return tuple(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    except (SyntaxError, ValueError):
+        return ()
 
 
 def _literals(value: ast.expr | None) -> Iterator[tuple[str, Any]]:

@@ -77,7 +77,9 @@ def unknown(enabled: EnabledPlugin, specs: Specs) -> list[str]:
 
 def undecorated(enabled: EnabledPlugin, specs: Specs) -> list[str]:
     """Members that have a hook's name and would never be called."""
-    return [f"Plugin {enabled.ref.label}: {text}" for name in specs if (text := _undecorated(enabled.cls, name))]
+    members = set().union(*map(vars, enabled.cls.__mro__))
+    names = [name for name in specs if name in members]
+    return [f"Plugin {enabled.ref.label}: {text}" for name in names if (text := _undecorated(enabled.cls, name))]
 
 
 def misfits(enabled: EnabledPlugin, specs: Specs) -> list[str]:
@@ -215,6 +217,11 @@ def check_section(cls: Any) -> None:
     """
     if not dataclasses.is_dataclass(cls) or "__pydantic_config__" not in vars(cls):
         raise _no_section(cls)
+    _check_options(typing.cast(type, cls))
+
+
+@functools.lru_cache(maxsize=256)  # reading annotations is slow; what is refused is looked at again
+def _check_options(cls: Any) -> None:
     for name, annotation in typing.get_type_hints(cls).items():
         for kind in _classes(annotation):
             if dataclasses.is_dataclass(kind):

@@ -85,8 +85,7 @@ class Facts:
             return f" is declared by no installed tool.{hint}"
         if not fact.fits(value):
             return f" must be {fact.described}, found {value!r}."
-        source = Source(enabled.ref)
-        if fact.literal and source.fact(name) != value and source.node(name):
+        if fact.literal and (source := Source(enabled.ref)).fact(name) != value and source.node(name):
             return f" is read from the source: write its value out in class {enabled.cls.__qualname__}, as a literal."
         return ""
 
