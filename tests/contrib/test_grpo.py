@@ -85,6 +85,7 @@ def alone(ranks: Pool, base: str, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_equal_one_process(
     ranks: Pool, tmp_path: Path, base: str, alone: dict[str, Any], layout: str
@@ -115,6 +116,7 @@ def fresh(ranks: Pool, base: str, tmp_path_factory: pytest.TempPathFactory) -> l
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["alone", "fsdp2", "tp"])
 def test_ratios_of_fresh_answers_are_one_for_any_truncation(
     ranks: Pool, tmp_path: Path, base: str, fresh: list[dict[str, Any]], layout: str
@@ -135,6 +137,7 @@ def test_ratios_of_fresh_answers_are_one_for_any_truncation(
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_goes_on_in_the_middle_of_a_rollout(ranks: Pool, tmp_path: Path, base: str) -> None:
     """Stopped after the first of three steps that a rollout serves, and resumed bit for bit."""
     more = {"config": {**ALL, "grpo.stale": 2, "train.init_from": base}, "steps": 5, "name": "run"}

@@ -12,7 +12,7 @@ from pages import at_a_desk, blocks, typed
 
 pytest.importorskip("transformers")
 pytest.importorskip("lm_eval")
-pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.slow]
 PAGE = "evaluate.md"
 
 

@@ -16,7 +16,7 @@ from forge_train_tools.testing import run_forge
 
 av = pytest.importorskip("av")
 pillow = pytest.importorskip("PIL.Image")
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 COLOURS = {"r": (200, 40, 40), "b": (40, 60, 210)}
 MOVES = {"<": -1, ">": 1}

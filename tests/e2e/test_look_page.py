@@ -11,7 +11,7 @@ from forge_cli import forge
 from pages import at_a_desk, blocks, typed
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PAGE = "look-inside.md"
 
 

@@ -18,6 +18,7 @@ READER = {"adamw.lr=2e-4": "adamw.lr=1e-2", "8": "2", "train.steps=400": "train.
 
 @pytest.mark.e2e
 @pytest.mark.dist
+@pytest.mark.slow
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -39,6 +39,7 @@ def test_an_adapter_brings_the_chat_template_that_its_base_lacks(
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -93,6 +93,7 @@ def helps(message: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "at", "advice"),
     [
@@ -119,6 +120,7 @@ def test_one_message(folder: Path, ended: dict[str, Ended], case: str, at: str, 
     assert (outcome["outcome"], outcome["code"]) == ("failed", 1)
 
 
+@pytest.mark.slow
 def test_the_parts_are_what_the_run_held(ended: dict[str, Ended]) -> None:
     building, optimizer, backward = (parts(ended[name].err) for name in ("building", "optimizer", "backward"))
     weights = 65536 * 512 * 2 * 4 / MIB  # embedding and head, and some hundred thousand more

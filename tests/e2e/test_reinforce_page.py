@@ -11,7 +11,7 @@ import pytest
 from forge_cli import forge
 from pages import blocks, typed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.slow]
 PAGE = "reinforce.md"
 
 

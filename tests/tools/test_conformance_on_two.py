@@ -15,7 +15,7 @@ from forge_train_tools.testing import Pool, Report, RunForge, assert_conforms, c
 from forge_train_tools.verification import Verdict
 from forge_train_tools.verification.routing import RoutingDifference
 
-pytestmark = [pytest.mark.dist]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 SHARDED, REPLICATED = "agrees with one process (dp_shard = 2)", "agrees with one process (dp_replicate = 2)"
 
