@@ -21,6 +21,7 @@ from forge_train_kit.enabled_modalities import enabled_modalities
 from .drafting import Drafts, Guessing, chosen
 from .forwards import Call, Forwards
 from .memory import Memory, OneByOne, memory_for
+from .packed import packed
 
 log = logging.getLogger("forge_train")
 
@@ -123,11 +124,12 @@ class _Run:
         self._forwards = Forwards(job, model)
         self._modalities = enabled_modalities(job)
         self._memory: Memory | None = None
+        self._packed = model.parts if self._forwards.only_reads and not alone else ()
         ranks = job.dist.gather_objects((job.dist.data_rank, self._forwards.sees_logits))
         self._leaders = [ranks.index((replica, True)) for replica in range(job.dist.data_ranks)]
 
     def rows(self) -> Generator[Row, None, None]:
-        with generating(self._model), self._forwards.ready():
+        with generating(self._model), self._forwards.ready(), packed(self._packed):
             while True:
                 self._fill()
                 if not any(replica.taken for replica in self._replicas):

@@ -48,8 +48,11 @@ class Forwards:
         self._interventions = Interventions.of(model, job)
         self.sees_logits = any(getattr(part, "head", None) is not None for part in model.parts)
         """True if this rank gets logits."""
-        alone = job.dist.world == 1 and isinstance(job.run, ReadOnlyRun) and not self._interventions
-        self.mode: Callable[[], AbstractContextManager[Any]] = torch.inference_mode if alone else torch.no_grad
+        self.only_reads = job.dist.world == 1 and isinstance(job.run, ReadOnlyRun) and not self._interventions
+        """True if one process reads a run, and does nothing else with the model."""
+        self.mode: Callable[[], AbstractContextManager[Any]] = (
+            torch.inference_mode if self.only_reads else torch.no_grad
+        )
         """A block without gradients. Inference mode costs less, but nothing that is made in it can be trained with:
         gathered weights, for one, and an intervention may compute gradients."""
         self._executor: Executor | None = None
