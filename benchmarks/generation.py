@@ -19,13 +19,15 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.nn.functional as F
 from attention import seconds
 from huggingface import SPOKEN, TINY, write_model
 from run import Row, table
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge_train_kit.model import Slots
 from forge_train_tools.generation.engine import follow, run
+from forge_train_tools.generation.packed import packed
 from forge_train_tools.generation.sampling import likeliest
 from forge_train_tools.offline.opening import Opened, open_model
 
@@ -93,6 +95,26 @@ def by_transformers(theirs: Any, count: int, *, even: bool = True) -> list[list[
     return found
 
 
+@torch.inference_mode()
+def bare(opened: Opened) -> None:
+    """The products and the attention of all steps after the prompts, and nothing else: no norm, no cache, no choice."""
+    part: Any = opened.model.parts[0]
+    attention = part.layers["0"].attention
+    keys = torch.randn(PROMPTS, LONGEST + TOKENS + 16, attention.kv_heads, attention.head_dim).transpose(1, 2)
+    query = torch.randn(PROMPTS, attention.heads, 1, attention.head_dim)
+    layers = [one for one in part.modules() if isinstance(one, nn.Linear)]
+    inputs = [torch.randn(PROMPTS, 1, one.in_features) for one in layers]
+    with packed([part]):
+        for length in range(LONGEST + 1, LONGEST + TOKENS):
+            columns = -(-length // 16) * 16
+            mask = torch.zeros(PROMPTS, 1, 1, columns)
+            some = keys[:, :, :columns]
+            for one, x in zip(layers, inputs, strict=True):
+                one.forward(x)
+            for _ in part.layers:
+                F.scaled_dot_product_attention(query, some, some, attn_mask=mask, enable_gqa=True)
+
+
 def held(opened: Opened) -> tuple[int, int]:
     """Bytes of the caches of eight rows of 168 tokens, and of their formula."""
     part: Any = opened.model.parts[0]
@@ -117,6 +139,7 @@ def measured(name: str, folder: Path) -> Iterator[Row]:
         "ours": partial(side_by_side, opened, PROMPTS),
         "turns": partial(in_turn, opened, PROMPTS),
         "theirs": partial(by_transformers, theirs, PROMPTS),
+        "bare": partial(bare, opened),
         "many": partial(side_by_side, opened, MANY, even=False),
         "their many": partial(by_transformers, theirs, MANY, even=False),
     }
@@ -124,6 +147,7 @@ def measured(name: str, folder: Path) -> Iterator[Row]:
     rows = (
         (f"{PROMPTS} prompts, {TOKENS} tokens each: one after the other", "turns", "ours", 4.0),
         (f"{PROMPTS} prompts, {TOKENS} tokens each: transformers", "theirs", "ours", 2.0),
+        ("the same, against products and attention of our steps alone", "theirs", "bare", 2.0),
         (
             f"{MANY} prompts, {TOKENS // 8} to {TOKENS} tokens, {PROMPTS} at once: transformers",
             "their many",
