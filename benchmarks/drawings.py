@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-SIDE, FRAMES = 32, 8
+SIDE, FRAMES = 32, 4
 COLOURS = {
     "red": "#d03030",
     "green": "#30a040",
@@ -26,6 +26,8 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle")
 COUNTS = ("one", "two", "three", "four")
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+STILL = 1 / 3
+"""Most captions that the first frame of a clip can tell: of 16 cells, 12 are starts of each of the four directions."""
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 
 Frames = list[Image.Image]
@@ -63,15 +65,20 @@ def digit(draw: random.Random, colour: str, number: int) -> Frames:
 
 
 def moving(draw: random.Random, colour: str, name: str, move: str) -> Frames:
-    """A shape that moves by a pixel a frame. Where it is says little of where it goes: the middle of its way is
-    anywhere."""
-    middle, size, found = [draw.uniform(4, SIDE - 4) for _ in "xy"], draw.uniform(4, 6.5), []
+    """A shape that moves from one of 4 × 4 cells to the next, each as likely."""
+    cells = [*product(range(4), repeat=2)]
+    start, end = draw.choice([(one, two) for one in cells if (two := _next(one, move)) in cells])
+    size, off, found = draw.uniform(3, 4), [draw.uniform(-0.5, 0.5) for _ in "xy"], []
     for number in range(FRAMES):
-        image, far = Image.new("RGB", (SIDE, SIDE), "white"), number - (FRAMES - 1) / 2
-        x, y = (one + far * step for one, step in zip(middle, MOVES[move], strict=True))
+        image, far = Image.new("RGB", (SIDE, SIDE), "white"), number / (FRAMES - 1)
+        x, y = (4 + 8 * (one + far * (two - one)) + by for one, two, by in zip(start, end, off, strict=True))
         shape(image, name, colour, (x, y), size)
         found.append(image)
     return found
+
+
+def _next(cell: tuple[int, ...], move: str) -> tuple[int, ...]:
+    return tuple(one + step for one, step in zip(cell, MOVES[move], strict=True))
 
 
 def every(kind: str) -> tuple[list[tuple[str, Drawn]], list[tuple[str, Drawn]]]:

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from drawings import Desk
+from drawings import STILL, Desk
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -72,18 +72,22 @@ FUSIONS = {
     "mot": (),
     "moma": ("moe.experts=8",),
 }
-STEPS = {"image": 1000, "video": 1000}
+STEPS = {"image": 1000, "video": 700}
 SEQUENCE = {"image": 128, "video": 72}
 ONE_TOKEN = {"image": 56, "video": 64}
 """Sequence of `cross_attention`, where an item is one token, so that a step has about as many records."""
-VIDEO = ("video.merge=4", "video.temporal=2")
+VIDEO = ("video.merge=4", "video.frames=4", "video.temporal=1", "multimodal.store=decoded", "adamw.lr=3e-3")
 """What a clip has beside the options of pictures."""
+CROSS = ("cross_attention.gate=1.0", "decoder.std=0.1", "train.steps=1000")
+"""What `cross_attention` has beside them: a frame is one vector, whose features have to weigh more."""
 
 DRAWN = {
     "image": "Pictures of 32 × 32 pixels with one to four shapes (circle, square, triangle) or a digit, in one of six "
     "colours.",
-    "video": "Clips of eight frames of 32 × 32 pixels, in which a shape (circle, square, triangle) in one of six "
-    "colours moves up, down, left or right.",
+    "video": "Clips of four frames of 32 × 32 pixels, in which a shape (circle, square, triangle) in one of six "
+    "colours moves up, down, left or right, from one of 4 × 4 cells to the next. The first frame tells one direction "
+    "in three: the shape does not leave the picture. Of the clips played backwards, a fifth show combinations that "
+    "were kept from training. Preparing the data, with decoding, counts as training.",
 }
 NOTE = (
     "A sixth of the combinations of these words is kept from training. "
@@ -121,6 +125,7 @@ def measured(folder: Path, kind: str, fusion: str) -> Seen:
     sequence = (ONE_TOKEN if fusion == "cross_attention" else SEQUENCE)[kind]
     options = [f"train.steps={STEPS[kind]}", f"train.sequence={sequence}", "run.device=cpu", *FUSIONS[fusion]]
     options += VIDEO if kind == "video" else ()
+    options += CROSS if (kind, fusion) == ("video", "cross_attention") else ()
     sets = [part for one in options for part in ("-s", one)]
     plugins = f"multimodal,{kind},{fusion}" + (",moe" if fusion == "moma" else "")
     _, training = forge(folder, "train", "see.toml", "-p", plugins, *sets, "--name", fusion)
@@ -152,7 +157,7 @@ class Log:
 def bars(kind: str, fusion: str, seen: Seen, guessed: float) -> list[tuple[str, str, str, bool]]:
     """What is measured, how much it is, the bar, and whether it is met."""
     right, what = seen.right, f"`{fusion}`, {'pictures' if kind == 'image' else 'clips'}"
-    most = guessed + 3 * (guessed * (1 - guessed) / ASKED) ** 0.5
+    most, still = (one + 3 * (one * (1 - one) / ASKED) ** 0.5 for one in (guessed, STILL))
     rows = [
         (f"{what}: captions that are right to the letter", right["new"], "≥ 95 %", right["new"] >= 0.95),
         (f"{what}: of combinations that were kept from training", right["unseen"], "—", True),
@@ -166,7 +171,7 @@ def bars(kind: str, fusion: str, seen: Seen, guessed: float) -> list[tuple[str, 
                 "≥ 95 %",
                 right["reversed"] >= 0.95,
             ),
-            (f"{what}: of the first frame alone", right["still"], "≤ 50 %", right["still"] <= 0.5),
+            (f"{what}: of the first frame alone", right["still"], f"≤ {still:.1%}, chance", right["still"] <= still),
         ]
     shares = [(what, f"{share:.1%}", bar, met) for what, share, bar, met in rows]
     return [

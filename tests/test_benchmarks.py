@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -241,3 +243,21 @@ def test_seeing(script: Script, kind: str, tmp_path: Path, monkeypatch: pytest.M
     names = {"new", "unseen", "other", *(("still", "reversed") if kind == "video" else ())}
     assert seen.right == dict.fromkeys(names, 0.0)
     assert not all(met for *_, met in seeing.bars(kind, "prefix", seen, seeing.chance(folder)))
+
+
+def test_one_frame_of_a_clip_tells_one_direction_in_three(script: Script) -> None:
+    """Each direction starts in 12 of the 16 cells, as often in each, and ends in the next one."""
+    drawings, draw = script("drawings"), random.Random(0)
+    starts = {}
+    for move, step in drawings.MOVES.items():
+        clips = [drawings.moving(draw, "black", "square", move) for _ in range(240)]
+        ways = [[_cell(frame) for frame in (clip[0], clip[-1])] for clip in clips]
+        assert {(two[0] - one[0], two[1] - one[1]) for one, two in ways} == {step}
+        starts[move] = Counter(one for one, _ in ways)
+    assert all(len(cells) == 12 and min(cells.values()) >= 8 for cells in starts.values())
+    assert len(set().union(*starts.values())) / 48 == drawings.STILL
+
+
+def _cell(frame: Any) -> tuple[int, int]:
+    left, top, right, bottom = frame.convert("L").point(lambda grey: 255 * (grey < 128)).getbbox()
+    return (left + right) // 16, (top + bottom) // 16
