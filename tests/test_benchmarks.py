@@ -96,7 +96,7 @@ def test_generation(script: Script, tmp_path: Path) -> None:
     generation.write_model(tmp_path, **generation.TINY)
     same, *rows = generation.measured("tiny", tmp_path)
     assert same.ok
-    assert len(rows) == 4
+    assert len(rows) == 5
 
 
 def test_experts(script: Script) -> None:
