@@ -4,7 +4,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const T = (at) => DATA.texts[at];
 const COLOURS = {
   data: "#f0e442", forward: "#0072b2", backward: "#56b4e9", recompute: "#cc79a7", gradients: "#009e73",
-  update: "#009e73", "in flight": "#e69f00", "waits for a rank": "#d55e00", "waits for bytes": "#999999",
+  update: "#882255", "in flight": "#e69f00", "waits for a rank": "#d55e00", "waits for bytes": "#999999",
   "critical path": "#000000",
 };
 const DARK_TEXT = new Set(["data", "backward", "in flight", "waits for bytes", "recompute"]);
