@@ -144,7 +144,7 @@ class Desk:
 
         The questions: `new`, of combinations that were trained on; `unseen`, of those that were not; `other`, those of
         `new` with the item of the next. Of clips also `still`, whose first frame is all there is, and `reversed`, which
-        run backwards.
+        run backwards and then show a combination that was trained on.
         """
         made, kept = every(self.kind)
         items = f'items = {{ {self.kind} = "{self.kind}s" }}'
@@ -161,7 +161,10 @@ class Desk:
         }
         if self.kind == "video":
             questions["still"] = [self.record(caption, frames[:1] * FRAMES) for caption, frames in drawn]
-            questions["reversed"] = [self.record(turned(caption), frames[::-1]) for caption, frames in drawn]
+            known = {caption for caption, _ in made}
+            questions["reversed"] = [
+                self.record(back, frames[::-1]) for caption, frames in drawn if (back := turned(caption)) in known
+            ]
         tables = []
         for name, records in questions.items():
             self.write(name, records)

@@ -72,13 +72,13 @@ FUSIONS = {
     "mot": (),
     "moma": ("moe.experts=8",),
 }
-STEPS = {"image": 1000, "video": 700}
+STEPS = {"image": 1000, "video": 2000}
 SEQUENCE = {"image": 128, "video": 72}
 ONE_TOKEN = {"image": 56, "video": 64}
 """Sequence of `cross_attention`, where an item is one token, so that a step has about as many records."""
 VIDEO = ("video.merge=4", "video.frames=4", "video.temporal=1", "multimodal.store=decoded", "adamw.lr=3e-3")
 """What a clip has beside the options of pictures."""
-CROSS = ("cross_attention.gate=1.0", "decoder.std=0.1", "train.steps=1000")
+CROSS = ("cross_attention.gate=1.0", "decoder.std=0.1")
 """What `cross_attention` has beside them: a frame is one vector, whose features have to weigh more."""
 
 DRAWN = {
@@ -86,8 +86,8 @@ DRAWN = {
     "colours.",
     "video": "Clips of four frames of 32 × 32 pixels, in which a shape (circle, square, triangle) in one of six "
     "colours moves up, down, left or right, from one of 4 × 4 cells to the next. The first frame tells one direction "
-    "in three: the shape does not leave the picture. Of the clips played backwards, a fifth show combinations that "
-    "were kept from training. Preparing the data, with decoding, counts as training.",
+    "in three: the shape does not leave the picture. Clips are played backwards where that shows a "
+    "combination that was trained on. Preparing the data, with decoding, counts as training.",
 }
 NOTE = (
     "A sixth of the combinations of these words is kept from training. "
