@@ -16,7 +16,7 @@ class _NoLayers(Key):
     """Layers that attend to images: they are no part of a decoder."""
 
     def read(self, config: Reader, key: str) -> dict[str, Any]:
-        if config.get(key, None) != []:
+        if config.get(key) != []:
             config.refuse(
                 key, "a model of text alone has none ([]); with images it is a MllamaForConditionalGeneration"
             )
