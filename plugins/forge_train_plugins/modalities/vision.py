@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from forge_train import Ge, Gt, Job, Le, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Job, Le, Plugin, Problem, hookimpl, section
 from forge_train_kit.data.plugin import item_values
 from forge_train_kit.hf import HFAround, HFModel
 from forge_train_kit.modalities import Modality
@@ -15,6 +15,7 @@ from forge_train_kit.modalities import Modality
 from ._tiles.section import TileSection
 from ._tiles.section import check as check_tiles
 from ._vision.section import VisionSection, check, check_shared
+from ._vision.vision_folder import implied
 
 if TYPE_CHECKING:
     from forge_train import CheckpointEvent, Model
@@ -32,7 +33,9 @@ class _Vision(Plugin):
 
     @classmethod
     def implied_values(cls, config: Any) -> Mapping[str, Any]:
-        return item_values("sft")
+        """Workers that read data, and the options that the folder of an encoder decides."""
+        own = {f"{cls._name}.{option}": value for option, value in implied(config.model).items()}
+        return {**item_values("sft"), **own}
 
     @hookimpl
     def on_start(self, job: Job, model: Model) -> None:
@@ -87,6 +90,8 @@ class Image(_Vision):
 
     @hookimpl
     def export_hf_around(self, layout: HFModel, job: Job) -> HFModel:
+        if self.config.model:
+            raise ConfigError("image.model: a model with a borrowed encoder has no Hugging Face layout.")
         from ._vision import llava, paligemma, processor, qwen_vl_export
         from ._vision.modality import Pictures
 

@@ -17,7 +17,17 @@ from .places import places
 from .transformer import VisionTransformer
 
 if TYPE_CHECKING:
+    from .borrowed import BorrowedVision
     from .section import VisionSection
+
+
+def vision_model(config: VisionSection) -> VisionTransformer | BorrowedVision:
+    """The encoder of a section without its connector."""
+    if not config.model:
+        return VisionTransformer(config)
+    from .borrowed import BorrowedVision
+
+    return BorrowedVision(config)
 
 
 class VisionEncoder(nn.Module):
@@ -37,7 +47,7 @@ class VisionEncoder(nn.Module):
         self.merge, self.temporal = config.merge, temporal or 1
         self.side = config.size // config.patch if config.fit != "keep" else 0
         self.queries = config.queries
-        self.vision = VisionTransformer(config)
+        self.vision = vision_model(config)
         self.connector = connector(config, dim, clips=temporal is not None)
         self.keeps = config.once
         """True if the vision model runs once for each item, as long as it is frozen."""
@@ -54,7 +64,7 @@ class VisionEncoder(nn.Module):
         vectors: Tensor = self.connector(features, partial(places, means, features.shape[1], self.merge))
         return vectors
 
-    def encoded(self, values: Tensor, grids: Tensor, vision: VisionTransformer) -> Tensor:
+    def encoded(self, values: Tensor, grids: Tensor, vision: VisionTransformer | BorrowedVision) -> Tensor:
         """The output of a vision model for padded rows, frames averaged: `[batch, patches / temporal, width]`."""
         return self._of_squares(values, vision) if self.side else self._of_any(values, grids, vision)
 
@@ -64,7 +74,7 @@ class VisionEncoder(nn.Module):
         count: Tensor = self.queries * (patches > 0) if self.queries else patches // (self.temporal * self.merge**2)
         return count
 
-    def _of_squares(self, values: Tensor, vision: VisionTransformer) -> Tensor:
+    def _of_squares(self, values: Tensor, vision: VisionTransformer | BorrowedVision) -> Tensor:
         """Frames of side × side patches, each as a row of its own."""
         batch, block, side = len(values), self.merge**2, self.side
         grouped = values.reshape(-1, side**2 // block, self.temporal, block, values.shape[-1]).transpose(1, 2)
@@ -77,7 +87,7 @@ class VisionEncoder(nn.Module):
             .reshape(batch, -1, features.shape[-1])
         )
 
-    def _of_any(self, values: Tensor, grids: Tensor, vision: VisionTransformer) -> Tensor:
+    def _of_any(self, values: Tensor, grids: Tensor, vision: VisionTransformer | BorrowedVision) -> Tensor:
         """Frames side by side."""
         features: Tensor = vision(values, places(grids, values.shape[1], self.merge, self.temporal))
         blocks = features.reshape(len(values), -1, self.temporal, self.merge**2, features.shape[-1])
@@ -86,7 +96,7 @@ class VisionEncoder(nn.Module):
     @property
     def units(self) -> tuple[str, ...]:
         """Modules to shard and recompute one by one."""
-        return tuple(f"vision.layers.{index}" for index in self.vision.layers)
+        return tuple(f"vision.{one}" for one in self.vision.units)
 
     def flops(self, patches: int) -> int:
         """Operations of a forward pass over an item of so many patches, whose features may be there already."""

@@ -15,13 +15,14 @@ from forge_train import ConfigError
 from forge_train_kit.data.cache import cache_folder
 from forge_train_kit.data.kept_tensors import KeptTensors
 
-from .encoder import VisionEncoder
-from .transformer import VisionTransformer
+from .encoder import VisionEncoder, vision_model
 
 if TYPE_CHECKING:
     from forge_train import Job, Model
 
+    from .borrowed import BorrowedVision
     from .section import VisionSection
+    from .transformer import VisionTransformer
 
 log = logging.getLogger("forge_train")
 VERSION = 1
@@ -66,7 +67,7 @@ class Once:
         self._config, self._name, self._job, self._encoder = config, name, job, encoder
         self._dtype = _dtype(encoder.vision, job, name)
         _refuse_changed(encoder.vision, self._plain, name)
-        self._vision: VisionTransformer | None = None
+        self._vision: VisionTransformer | BorrowedVision | None = None
         self._kept: KeptTensors | None = None
         self._told = False
 
@@ -90,8 +91,8 @@ class Once:
         """The features of padded rows, as `VisionEncoder` computes them; zeros where there is no item."""
         vision, kept = self._frozen()
         encoder, sizes = self._encoder, grids.prod(-1).tolist()
-        shape = (len(values), values.shape[1] // encoder.temporal, vision.patches.out_features)
-        found = torch.zeros(shape, dtype=vision.patches.weight.dtype)
+        shape = (len(values), values.shape[1] // encoder.temporal, self._config.dim)
+        found = torch.zeros(shape, dtype=next(vision.parameters()).dtype)
         host, grids_there = values.cpu(), grids.cpu()
         for row, of_row in enumerate(sizes):
             at = 0
@@ -114,12 +115,12 @@ class Once:
         return found.to(values.device)
 
     @property
-    def _plain(self) -> VisionTransformer:
+    def _plain(self) -> VisionTransformer | BorrowedVision:
         """The vision model as it is built, without memory."""
         with torch.device("meta"):
-            return VisionTransformer(self._config)
+            return vision_model(self._config)
 
-    def _frozen(self) -> tuple[VisionTransformer, KeptTensors]:
+    def _frozen(self) -> tuple[VisionTransformer | BorrowedVision, KeptTensors]:
         """A copy of the vision model, and what it gave before. The first call gathers sharded weights, on all ranks."""
         if self._vision is None or self._kept is None:
             own = self._encoder.vision
@@ -194,13 +195,15 @@ def _key(values: Tensor, grid: Tensor) -> str:
     return made.hexdigest()
 
 
-def _fingerprint(vision: VisionTransformer, config: VisionSection, encoder: VisionEncoder, device: torch.device) -> str:
+def _fingerprint(
+    vision: VisionTransformer | BorrowedVision, config: VisionSection, encoder: VisionEncoder, device: torch.device
+) -> str:
     """A hash of all that features depend on beside an item: weights, options, and what computes."""
     options: dict[str, Any] = {name: one for name, one in asdict(config).items() if name not in NEUTRAL}
     cuda = device.type == "cuda"
     machine = torch.cuda.get_device_name(device) if cuda else f"{device.type} of {torch.get_num_threads()}"
     facts = (VERSION, torch.__version__, machine, torch.get_float32_matmul_precision(), encoder.temporal, options)
-    made = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    made = hashlib.blake2b(repr((*facts, getattr(vision, "description", ""))).encode(), digest_size=16)
     for name, one in sorted(vision.named_parameters()):
         made.update(f"{name} {one.dtype} {list(one.shape)} ".encode())
         made.update(one.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

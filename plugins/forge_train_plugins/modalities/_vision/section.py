@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from forge_train import Ge, Gt, Le, Problem, Volatile, section
+from forge_train import FilePath, Ge, Gt, Le, Problem, Volatile, section
+
+from .vision_folder import check_borrowed
 
 
 @section
@@ -32,12 +34,16 @@ class VisionSection:
     """Images with more pixels are refused before they are decoded. Pillow itself stops at 89,478,485."""
     max_bytes: Annotated[int, Gt(0)] = 100_000_000
     """Files with more bytes are refused before they are read."""
+    model: Annotated[str, FilePath()] = ""
+    """Folder of a vision transformer of `transformers`, such as CLIP's, SigLIP's or DINOv2's, which encodes images with
+    the class and the weights that it holds. Size, patch, dim, heads, mean and deviation
+    then follow from its files."""
     dim: Annotated[int, Gt(0)] = 192
     """Width of the encoder."""
     layers: Annotated[int, Gt(0)] = 6
     """Number of its blocks."""
     heads: Annotated[int, Gt(0)] = 3
-    """Heads of its attention, a divisor of dim."""
+    """Heads of its attention and of the connector's, a divisor of dim."""
     hidden: Annotated[int, Ge(0)] = 0
     """Width of its feed-forward blocks; 0 means 4 · dim."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"] = "gelu_tanh"
@@ -95,7 +101,20 @@ class VisionSection:
 
 
 ENCODER = (
-    *("patch", "merge", "dim", "layers", "heads", "hidden", "activation", "gated", "norm", "norm_eps", "norm_place"),
+    *(
+        "model",
+        "patch",
+        "merge",
+        "dim",
+        "layers",
+        "heads",
+        "hidden",
+        "activation",
+        "gated",
+        "norm",
+        "norm_eps",
+        "norm_place",
+    ),
     *("window", "full_layers", "bias", "patch_bias", "patch_frames", "class_token", "first_norm", "final_norm"),
     *("mean", "deviation", "positions", "connector", "connector_hidden", "queries", "std", "once", "cache"),
     "cache_bytes",
@@ -117,6 +136,8 @@ def check(one: VisionSection, name: str) -> Iterator[Problem]:
     """Rules between the options of a plugin's section."""
     if one.size % (one.patch * one.merge):
         yield Problem(f"{name}.size", f"expected a multiple of patch · merge = {one.patch * one.merge}.")
+    if one.model:
+        yield from check_borrowed(one, name)
     if one.dim % one.heads:
         yield Problem(f"{name}.heads", f"expected a divisor of dim = {one.dim}.")
     if one.class_token and (one.fit == "keep" or one.positions != "learned"):

@@ -77,6 +77,11 @@ class VisionTransformer(nn.Module):
         features: Tensor = x if self.norm is None else self.norm(x)
         return features if self.class_token is None else features[:, 1:]
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Modules to shard and recompute one by one."""
+        return tuple(f"layers.{index}" for index in self.layers)
+
     def flops(self, patches: int, frame: int) -> int:
         """Operations of a forward pass over so many patches, in frames of so many."""
         rows = patches if self.class_token is None else patches + patches // frame
