@@ -100,8 +100,11 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     ):
         (problem,) = check(Image.Config(**{**given, **changed}), "image")
         assert told in problem.message
-    with pytest.raises(ConfigError, match=r"nowhere/config.json: can't be read: No such file or directory\."):
-        implied(str(tmp_path / "nowhere"))
+    (problem,) = check(Image.Config(model="nowhere"), "image")
+    assert (problem.key, problem.message) == ("image.model", "there is no config.json in nowhere.")
+    assert implied("nowhere") == {}
+    with pytest.raises(ConfigError, match="nowhere: its config.json can't be used"):
+        VisionEncoder(Image.Config(model="nowhere"), 12)
     described = json.loads((tmp_path / "config.json").read_text())
     for key, value, told in (
         ("hidden_size", None, "hidden_size: expected a number, as a vision transformer has"),

@@ -147,7 +147,7 @@ def test_packed_documents_and_windows_agree(kernel: Any) -> None:
         ("Granite", {"logits_scaling": 0.0}, "logits_scaling = 0.0 .*greater than 0"),
         ("Granite", {"attention_multiplier": 0.0}, "attention_multiplier = 0.0 .*greater than 0"),
         ("Olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
-        ("Mllama", {}, "cross_attention_layers = None .*MllamaForConditionalGeneration"),
+        ("Mllama", {}, "cross_attention_layers is missing: .*MllamaForConditionalGeneration"),
         ("Mllama", {"cross_attention_layers": [3]}, r"cross_attention_layers = \[3\]"),
     ],
 )

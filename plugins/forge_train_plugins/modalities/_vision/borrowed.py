@@ -142,7 +142,10 @@ class _Weights:
 
 def _config(folder: str) -> Any:
     """The configuration of a folder, or of the vision model inside."""
-    whole = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        whole = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever the library makes of a file
+        raise ConfigError(f"{folder}: its config.json can't be used: {describe(error)}") from error
     return getattr(whole, "vision_config", whole)
 
 

@@ -25,14 +25,13 @@ OWN = (
 
 
 def implied(folder: str) -> dict[str, Any]:
-    """The options that a folder decides; none for an empty name.
+    """The options that a folder decides; none where there is none.
 
     Raises:
         ConfigError: it describes no vision transformer.
     """
-    if not folder:
+    if not folder or not (whole := _table(Path(folder) / "config.json")):
         return {}
-    whole = _table(Path(folder) / "config.json", needed=True)
     inner = whole.get("vision_config")
     config = inner if isinstance(inner, Mapping) else whole
     found: dict[str, Any] = {}
@@ -55,14 +54,17 @@ def check_borrowed(one: VisionSection, name: str) -> Iterator[Problem]:
             yield Problem(f"{name}.{option}", f"has no effect, since {name}.model decides it.")
     if one.fit == "keep":
         yield Problem(f"{name}.fit", f'expected "square" or "crop" with {name}.model, which takes images of one size.')
-    found = implied(one.model)
+    if not (found := implied(one.model)):
+        yield Problem(f"{name}.model", f"there is no config.json in {one.model}.", data=True)
+        return
     for option in ("dim", "patch"):
         if getattr(one, option) != found[option]:
             yield Problem(f"{name}.{option}", f"expected {found[option]}, as {name}.model has.")
 
 
-def _table(file: Path, *, needed: bool = False) -> Mapping[str, Any]:
-    if not needed and not file.is_file():
+def _table(file: Path) -> Mapping[str, Any]:
+    """The content of a file; nothing where there is none."""
+    if not file.is_file():
         return {}
     try:
         found = load_json(file, most=1 << 24, links=True)

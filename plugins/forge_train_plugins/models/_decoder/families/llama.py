@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from forge_train import ConfigError
+
 from .family import ATTENTION_BIAS, MLP_BIAS, Family, Key
 from .positions import Rotation, Windows
 from .reader import Reader
@@ -16,10 +18,11 @@ class _NoLayers(Key):
     """Layers that attend to images: they are no part of a decoder."""
 
     def read(self, config: Reader, key: str) -> dict[str, Any]:
-        if config.get(key) != []:
-            config.refuse(
-                key, "a model of text alone has none ([]); with images it is a MllamaForConditionalGeneration"
-            )
+        why = "a model of text alone has none ([]); with images it is a MllamaForConditionalGeneration"
+        if (found := config.get(key, None)) is None:
+            raise ConfigError(f"config.json: {key} is missing: {why}.")
+        if found != []:
+            config.refuse(key, why)
         return {}
 
 
