@@ -19,7 +19,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make, count, use = blocks(PAGE, "python")
     exec(make, {})  # what a reader would type
-    (config,) = blocks(PAGE, "toml")
+    config, _ = blocks(PAGE, "toml")
     Path("see.toml").write_text(config, encoding="utf-8")
     train, show, answer, frozen, verify = typed(PAGE)
     for words in (train, show, answer):

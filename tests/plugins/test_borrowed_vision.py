@@ -90,6 +90,16 @@ def test_a_whole_clip_has_its_vision_model(tmp_path: Path) -> None:
     torch.testing.assert_close(found, blocks, rtol=1e-5, atol=1e-5)
 
 
+def test_weights_in_bf16_make_no_encoder_in_bf16(tmp_path: Path) -> None:
+    model = saved("Dinov2", tmp_path).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    encoder = encoder_of(tmp_path)
+    assert {one.dtype for one in encoder.parameters()} == {torch.float32}
+    kept = dict(encoder.vision.model.named_parameters())
+    wanted = dict(model.named_parameters())
+    assert all(torch.equal(one, wanted[name].float()) for name, one in kept.items())
+
+
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     saved("Dinov2", tmp_path)
     given = {**OPTIONS, **implied(str(tmp_path)), "model": str(tmp_path)}

@@ -155,7 +155,7 @@ def _built(folder: str) -> Any:
         raise ConfigError(
             f"{folder}/config.json: {dropped[0]} is a dropout, which is not drawn for items; set it to 0."
         )
-    return transformers.AutoModel.from_config(config, attn_implementation="sdpa")
+    return transformers.AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
 
 
 def _drop_unread(model: nn.Module, features: Tensor) -> None:
