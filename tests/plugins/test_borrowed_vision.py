@@ -29,14 +29,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "ViT": {"intermediate_size": 24},
     "Dinov2": {"mlp_ratio": 2},
     "Dinov2WithRegisters": {"mlp_ratio": 2, "num_register_tokens": 3},
+    "Yolos": {"intermediate_size": 24, "num_detection_tokens": 3, "image_size": [16, 16]},
+    "InternVLVision": {"intermediate_size": 24, "image_size": [16, 16], "patch_size": [4, 4]},
 }
+SHUFFLES = {"intermediate_size": 24, "mask_ratio": 0.0}
 OPTIONS = {"merge": 2, "std": 0.3}
 
 
-def saved(kind: str, folder: Path) -> Any:
+def saved(kind: str, folder: Path, more: dict[str, Any] | None = None) -> Any:
     """A random model of a class, written to a folder."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind])
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **(more or KINDS[kind])})
     model = getattr(transformers, f"{kind}Model")(config).eval()
     with torch.no_grad():
         for one in model.parameters():
@@ -65,7 +68,8 @@ def test_features_are_those_of_the_class(kind: str, tmp_path: Path) -> None:
     encoder = encoder_of(tmp_path)
     values = torch.randint(0, 256, (2, 32, 48), dtype=torch.uint8)
     grids = torch.tensor([[[1, 4, 4], [1, 4, 4]]] * 2)
-    wanted = model(pixel_values=images(values)).last_hidden_state[:, -16:]
+    first = {"Yolos": 1}.get(kind, -16)  # what it detects follows its patches
+    wanted = model(pixel_values=images(values)).last_hidden_state[:, first:][:, :16]
     _row, _column = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
     blocks = wanted.unflatten(1, (2, 2, 2, 2)).transpose(2, 3).reshape(2, 32, 16)
     torch.testing.assert_close(encoder.encoded(values, grids, encoder.vision), blocks, rtol=1e-5, atol=1e-5)
@@ -125,6 +129,12 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**described, key: value}))
         with pytest.raises(ConfigError, match=told):
             encoder_of(tmp_path)
+
+
+def test_a_class_that_shuffles_patches_is_refused(tmp_path: Path) -> None:
+    saved("ViTMAE", tmp_path, SHUFFLES)
+    with pytest.raises(ConfigError, match="ViTMAEModel doesn't fit: its blocks don't get 16 patches, row by row"):
+        encoder_of(tmp_path)
 
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 class BorrowedVision(nn.Module):
     """Frames of side × side patches to the last hidden states of a class that takes `pixel_values`.
 
-    Tokens before the patches, such as a class token and registers, are left out. So are parameters that these hidden
-    states do not depend on, such as those of a pooler.
+    Tokens before and after the patches, such as a class token and registers, are left out. So are parameters that
+    these hidden states do not depend on, such as those of a pooler.
 
     Raises:
-        ConfigError: the class gives something else, or the folder's tensors are not its own.
+        ConfigError: the class gives something else, its blocks don't get the patches row by row, or the folder's
+            tensors are not its own.
     """
 
     def __init__(self, config: VisionSection) -> None:
@@ -36,7 +37,9 @@ class BorrowedVision(nn.Module):
         self.folder, self.patch, self.side = config.model, config.patch, config.size // config.patch
         self.dim = config.dim
         self.model = _built(config.model)
-        _drop_unread(self.model, self._tried(config))
+        features = self._tried(config)
+        self._first = _first_patch(config.model, self.patch, self.side)
+        _drop_unread(self.model, features)
         self._weights = _Weights(config.model, {name for name, _ in self.model.named_parameters()})
 
     def forward(self, values: Tensor, where: Places) -> Tensor:
@@ -46,17 +49,13 @@ class BorrowedVision(nn.Module):
         rows = pixels.gather(1, at.argsort(-1)[..., None].expand(-1, -1, pixels.shape[-1]))
         cells = rows.unflatten(1, (self.side, self.side)).unflatten(-1, (self.patch, self.patch, 3))
         images = cells.permute(0, 5, 1, 3, 2, 4).flatten(2, 3).flatten(3)
-        features: Tensor = self.model(pixel_values=images).last_hidden_state[:, -(self.side**2) :]
+        features: Tensor = self.model(pixel_values=images).last_hidden_state.narrow(1, self._first, self.side**2)
         return features.gather(1, at[..., None].expand(-1, -1, features.shape[-1]))
 
     @property
     def units(self) -> tuple[str, ...]:
         """Modules to shard and recompute one by one."""
-        lists = [(path, one) for path, one in self.model.named_modules() if isinstance(one, nn.ModuleList)]
-        if not lists:
-            return ()
-        path, blocks = max(lists, key=lambda pair: sum(one.numel() for one in pair[1].parameters()))
-        return tuple(f"model.{path}.{index}" for index in range(len(blocks)))
+        return tuple(f"model.{path}" for path in _blocks(self.model))
 
     def initial(self, name: str) -> Init:
         return Init("given", values=partial(self._weights.read, name.removeprefix("model.")))
@@ -155,7 +154,49 @@ def _built(folder: str) -> Any:
         raise ConfigError(
             f"{folder}/config.json: {dropped[0]} is a dropout, which is not drawn for items; set it to 0."
         )
+    return _of(config)
+
+
+def _of(config: Any) -> Any:
     return transformers.AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    lists = [(path, one) for path, one in model.named_modules() if isinstance(one, nn.ModuleList)]
+    if not lists:
+        return []
+    path, blocks = max(lists, key=lambda pair: sum(one.numel() for one in pair[1].parameters()))
+    return [f"{path}.{index}" for index in range(len(blocks))]
+
+
+def _first_patch(folder: str, patch: int, side: int) -> int:
+    """The place of the first patch among the tokens of a class, found by changing one patch at a time."""
+    config = _config(folder)
+    config.num_hidden_layers = 1
+    got: list[Tensor] = []
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        got.append(given[0] if given else named["hidden_states"])
+
+    count = side**2
+    tried = sorted({0, 1, side, count - 1} & {*range(count)})
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=()):
+        images = torch.zeros(len(tried) + 1, 3, side * patch, side * patch)
+        for image, cell in zip(images, tried, strict=False):
+            row, column = divmod(cell, side)
+            image[:, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch] = 1
+        model = _of(config).float()
+        first = (*_blocks(model), "")[0]
+        model.get_submodule(first).register_forward_pre_hook(keep, with_kwargs=True)
+        model(pixel_values=images)
+    tokens = got[0]
+    changed = ((tokens - tokens[-1]).abs() > 1e-6).any(-1)[:-1]
+    start = int(changed[0].int().argmax())
+    if [row.nonzero().flatten().tolist() for row in changed] != [[start + cell] for cell in tried]:
+        raise ConfigError(
+            f"{folder}: {type(model).__name__} doesn't fit: its blocks don't get {count} patches, row by row."
+        )
+    return start
 
 
 def _drop_unread(model: nn.Module, features: Tensor) -> None:

@@ -36,9 +36,12 @@ def implied(folder: str) -> dict[str, Any]:
     config = inner if isinstance(inner, Mapping) else whole
     found: dict[str, Any] = {}
     for option, key in KEYS.items():
-        if not isinstance(config.get(key), int):
+        value = config.get(key)
+        if isinstance(value, list) and len({*map(str, value)}) == 1:  # height and width
+            value = value[0]
+        if not isinstance(value, int):
             raise ConfigError(f"{folder}/config.json: {key}: expected a number, as a vision transformer has.")
-        found[option] = config[key]
+        found[option] = value
     given: dict[str, Any] = {}
     for name in FILES:
         one = _table(Path(folder) / name)
