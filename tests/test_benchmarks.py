@@ -107,6 +107,14 @@ def test_experts(script: Script) -> None:
     experts.trained(experts.dense(), x)()
 
 
+def test_the_cost_of_a_trace(script: Script, tmp_path: Path) -> None:
+    cost = script("trace_cost", WARM_UP=0, TURNS=1)
+    small = ("decoder.dim=16", "decoder.layers=1", "train.global_batch=2", "train.sequence=32")
+    traced, plain = (cost.steps(str(tmp_path), (), small, traced) for traced in (True, False))
+    assert (len(traced["spent"]["traced"]), len(plain["spent"]["plain"])) == (1, 2)
+    assert (traced["losses"], traced["weights"]) == (plain["losses"], plain["weights"])
+
+
 def test_optimizers(script: Script) -> None:
     optimizers = script("optimizers", COUNT=4, ROWS=32, COLUMNS=64)
     assert min(optimizers.one_process().values()) > 0
