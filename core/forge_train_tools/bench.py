@@ -28,7 +28,6 @@ from .facts import DISPLAY
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from forge_train.contract.model import Model
     from forge_train.contract.protocols import Loader
@@ -54,6 +53,7 @@ class Measured:
     tokens_per_step: int
     parameters: int
     flops_per_token: float | None
+    """Those of items, such as images, included: of the hand-written loop's batches."""
     clock: Literal["CPU", "wall"] = "CPU"
     """The seconds of `engine` and `by_hand`: CPU seconds of all threads, which other work on the machine leaves alone;
     or, on an accelerator, whose work they do not count, wall seconds until the device is done."""
@@ -135,13 +135,14 @@ class Probe(Plugin):
             clock="CPU" if job.device.type == "cpu" else "wall",
             tokens_per_step=train.tokens_per_step,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            flops_per_token=model.flops_per_token(train.sequence),
+            flops_per_token=(flops := model.flops_per_token(train.sequence)),
         )
+        self._flops = flops
         loader = job.hooks.build_data("train")
         self.result.data_tokens_per_second = data_speed(loader, train.micro_batch * train.sequence)
         self.result.matmul_flops = matmul_speed(job, size=self.product_size)
         self.result.peak_flops = device_peak(job)
-        self._by_hand = ByHand(job, model.parts[0], optimizer, loader)
+        self._by_hand = ByHand(job, model, optimizer, loader)
         self._began, self._wall = self._now(), time.perf_counter()
 
     @hookimpl
@@ -161,6 +162,8 @@ class Probe(Plugin):
         self._wait()
         if counts:
             self.result.by_hand.append(self._now() - began)
+        if self._flops is not None:
+            self.result.flops_per_token = self._flops + self._by_hand.of_items / self._by_hand.tokens
         self._began, self._wall = self._now(), time.perf_counter()
 
     @hookimpl
@@ -185,24 +188,33 @@ class Probe(Plugin):
 
 
 class ByHand:
-    """The loop one writes without forge: the same module, loss, optimizer and shapes."""
+    """The loop one writes without forge: the same module, loss, optimizer and batches."""
 
-    def __init__(self, job: Job, part: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> None:
+    def __init__(self, job: Job, model: Model, optimizer: torch.optim.Optimizer, loader: Loader) -> None:
         train = job.config.train
-        self.part, self.optimizer, self.loader, self.device = part, optimizer, loader, job.device
-        self.task, self.clip_norm = hookspecs.task(job), train.clip_norm
+        self.model, self.part, self.device = model, model.parts[0], job.device
+        self.optimizer, self.loader = optimizer, loader
+        self.task, self.clip_norm, self.prepare = hookspecs.task(job), train.clip_norm, job.hooks.prepare_batch()
         self.accumulation = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
+        self.tokens = self.of_items = 0
 
     def step(self) -> None:
         import torch
 
-        batches = [next(self.loader) for _ in range(self.accumulation)]
+        from forge_train_kit.modalities import flops_of_items
+
+        first = int(self.loader.state_dict()["sequences"])
+        batches = self.prepare([next(self.loader) for _ in range(self.accumulation)], first)
+        self.tokens += sum(batch.inputs.numel() for batch in batches)
+        self.of_items += sum(flops_of_items(self.part, batch.extras) for batch in batches)
         weight = sum(self.task.weight(batch) for batch in batches)
-        for batch in batches:
+        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
             batch = batch.to(self.device)
+            self.model.on_micro_batch(not left, batch=batch)
             hidden = self.part(batch.inputs, **batch.model_inputs())
             loss: Any = self.task.loss(self.part, hidden, batch) / weight
             loss.backward()
+        self.model.after_backward()
         if self.clip_norm:
             torch.nn.utils.clip_grad_norm_(self.part.parameters(), self.clip_norm)
         self.optimizer.step()

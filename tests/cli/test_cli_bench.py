@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from forge_command import Forge
-from forge_train_tools.bench import cpu_seconds
+from forge_train_tools.bench import cpu_seconds, measure
+from forge_train_tools.configuration.request import Request
 
 
 @pytest.mark.slow
@@ -55,6 +56,13 @@ def test_a_schedule_may_be_longer_than_the_measurement(forge: Forge) -> None:
     found = forge("bench", "tiny.toml", "-s", "cosine.warmup=8000", "-s", "log.peak_tflops=1", "--turns", "1", "--json")
     assert found.json["tokens_per_second"] > 0
     assert 0 < found.json["mfu"] < 1
+
+
+def test_the_loop_by_hand_trains_what_a_plugin_makes_of_batches() -> None:
+    """Multi-token prediction has labels from `prepare_batch`, and hears of each micro-batch."""
+    small = ("decoder.dim=16", "decoder.layers=1", "train.global_batch=2", "train.sequence=32", "run.device=cpu")
+    found = measure(Request(config="quickstart", plugins=("mtp",), set=small), turns=1)
+    assert found.speed > 0
 
 
 def test_a_device_is_measured_by_the_wall_and_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:

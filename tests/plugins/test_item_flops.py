@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from forge_train import Batch, Job, Model, Plugin, StepResult, hookimpl
 from forge_train_kit.modalities import extras_of, flops_of, flops_of_items
 from forge_train_plugins.fusions._cross_attention.ranges import with_ranges
 from forge_train_plugins.observers import mfu
+from forge_train_tools import bench
+from forge_train_tools.configuration.request import Request
 from forge_train_tools.testing import run_forge
 
 VALUES, GRIDS, PLACES = extras_of("scan")
@@ -98,3 +101,14 @@ def test_mfu_counts_items_of_training(fusion: str, tmp_path: Path, monkeypatch: 
     for line, of_items in zip(run.metrics, (found[0] + found[1], found[2] + found[3]), strict=True):
         flops = 2 * 4 * 32 * of_token + of_items
         assert line["mfu"] == pytest.approx(flops / 1e12 / 1e-9), "in no time, which counts as a nanosecond"
+
+
+@pytest.mark.parametrize("fusion", ["prefix", "cross_attention"])
+def test_bench_counts_items_of_its_batches(fusion: str) -> None:
+    small = ("decoder.dim=16", "decoder.layers=4", "train.global_batch=2", "train.sequence=32", "run.device=cpu")
+    request = Request(config="quickstart", plugins=("scans:Scans", fusion), set=small)
+    found = bench.measure(request, turns=1).flops_per_token
+    text = bench.measure(dataclasses.replace(request, plugins=()), turns=1).flops_per_token
+    assert found is not None
+    assert text is not None
+    assert found > text + 1
