@@ -11,7 +11,6 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
 from forge_train_tools.configuration.request import Request
-from forge_train_tools.tracing import STEP
 
 from . import screen
 from .options import json_option, nproc_option, run_options
@@ -26,7 +25,7 @@ OFTEN = 8
 @click.command(short_help="Show one step of every rank as a timeline.")
 @run_options()
 @nproc_option()
-@click.option("--step", default=STEP, show_default=True, type=click.IntRange(min=1), metavar="N", help="Step to trace.")
+@click.option("--step", type=click.IntRange(min=1), metavar="N", help="Step to trace; the third by default.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The timeline as a page (.html).")
 @click.option(
     "--chrome",
@@ -35,7 +34,9 @@ OFTEN = 8
     help="The timeline for Perfetto (.json), too or instead.",
 )
 @json_option
-def trace(request: Request, nproc: int | None, step: int, out: Path | None, chrome: Path | None, as_json: bool) -> None:
+def trace(
+    request: Request, nproc: int | None, step: int | None, out: Path | None, chrome: Path | None, as_json: bool
+) -> None:
     """Train CONFIG up to step N on local processes, and show that step: what each rank computed, which collectives it
     took part in, with bytes, peers, plugin and line, and for whom it waited. Numbers are those of the run without a
     trace. No run folder is made.

@@ -39,10 +39,7 @@ WARM_UP = 2
 """Turns of each that are not counted."""
 LONG = 10_000_000
 """Steps that the configuration is told, so that no warm-up is too long for it; the probe stops the run."""
-FRESH = (
-    *("train.init_from=", "train.init_missing=[]", "train.init_unexpected=[]", "train.init_map="),
-    *("train.tokens=0", "train.epochs=0", "checkpoint.only=[]", "checkpoint.folder=", "checkpoint.mirror="),
-)
+FRESH = ("train.tokens=0", "train.epochs=0", "checkpoint.only=[]", "checkpoint.folder=", "checkpoint.mirror=")
 
 
 @dataclass

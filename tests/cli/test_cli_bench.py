@@ -38,6 +38,7 @@ def test_bench(forge: Forge, folder: Path) -> None:
         (["tiny.toml", "--turns", "0"], "--turns"),
         (["tiny.toml", "-p", "nope"], "no plugin named 'nope'"),
         (["nope"], "no preset 'nope'"),
+        (["tiny.toml", "-s", "train.init_from=nowhere"], "nowhere: there is no such run or checkpoint"),
     ],
 )
 def test_mistakes(forge: Forge, arguments: list[str], says: str) -> None:

@@ -111,3 +111,10 @@ def test_mistakes_are_told_first(
     assert ended.code == 2
     assert says in ended.err
     assert (tmp_path / "mine.html").read_text() == (tmp_path / "mine.json").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_a_short_run_shows_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ("-s", "decoder.dim=16", "-s", "decoder.layers=1", "-s", "train.steps=2", "-s", "run.device=cpu")
+    assert json.loads(forge("trace", *small, "--json").out)["step"] == 2

@@ -20,7 +20,7 @@ STEP = 3
 """Step that is traced by default: the first ones allocate, and compile."""
 
 
-def trace(request: Request, nproc: int = 1, *, step: int = STEP) -> Trace:
+def trace(request: Request, nproc: int = 1, *, step: int | None = None) -> Trace:
     """Train up to a step on local processes, and record that step. No evaluation is made and nothing is saved.
 
     A configuration without a length ends with the step.
@@ -28,7 +28,7 @@ def trace(request: Request, nproc: int = 1, *, step: int = STEP) -> Trace:
     Args:
         request: the configuration.
         nproc: number of processes.
-        step: which step, from 1.
+        step: which step, from 1; the third by default, or the last of a shorter run.
 
     Raises:
         ConfigError: for a configuration that can't be, or that has fewer steps.
@@ -36,9 +36,10 @@ def trace(request: Request, nproc: int = 1, *, step: int = STEP) -> Trace:
     """
     check_alone("forge trace")
     if not {("train", key) for key in LENGTHS} & lay(request).values.keys():
-        request = dataclasses.replace(request, set=(*request.set, f"train.steps={step}"))
+        request = dataclasses.replace(request, set=(*request.set, f"train.steps={step or STEP}"))
     setup = resolve(request, world=nproc)
     steps = setup.config.train.steps
+    step = step or min(STEP, steps or STEP)
     if steps and step > steps:
         raise ConfigError(f"--step {step}: the run ends at step {steps} (train.steps).")
     layout = Layout.of(setup.config.parallel, nproc)
@@ -51,4 +52,4 @@ def trace(request: Request, nproc: int = 1, *, step: int = STEP) -> Trace:
         return Trace.read(folder, step, nproc, ended.result["device"])
 
 
-__all__ = ["STEP", "Trace", "trace"]
+__all__ = ["Trace", "trace"]
