@@ -122,6 +122,10 @@ def test_a_checkpoint_that_is_being_copied_stays_and_training_goes_on(tmp_path: 
             waited.append(passed.wait(300))
 
     def at(step: int) -> None:
+        if step == 1:  # the look at the store when the run begins; until it has ended, no copy begins
+            for thread in threading.enumerate():
+                if thread.name == "forge-checkpoint":
+                    thread.join(300)
         if step == 2:
             assert first.wait(300)
         if step == 5:
