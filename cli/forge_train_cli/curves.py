@@ -33,12 +33,6 @@ def colour(run: int) -> str:
     return f"hsl({(210 + run * _GOLDEN) % 360:.0f} 65% var(--light))"
 
 
-def chart(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> str:
-    """A figure with all curves, or a sentence if there is nothing to draw."""
-    picture = drawing(title, curves, logarithmic=logarithmic) or "<p>No values.</p>"
-    return f"<figure><figcaption>{escape(title)}</figcaption>{picture}</figure>"
-
-
 def drawing(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> str:
     """An SVG with all curves, and the names of both axes; empty if there is nothing to draw."""
     drawn = [Curve(one.run, one.name, list(_usable(one.points, logarithmic=logarithmic))) for one in curves]

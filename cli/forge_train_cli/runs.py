@@ -71,7 +71,7 @@ def _readable(history: RunFolder) -> bool:
     try:
         history.summary()
     except ConfigError as error:
-        _warn(error)
+        warn(error)
         return False
     return True
 
@@ -93,11 +93,12 @@ def whole(histories: Sequence[RunFolder], *, least: int) -> list[RunFolder]:
     if problems and len(left) < least:
         raise problems[0]
     for problem in problems:
-        _warn(problem)
+        warn(problem)
     return left
 
 
-def _warn(error: ConfigError) -> None:
+def warn(error: ConfigError) -> None:
+    """Say that a damaged run is left out."""
     click.echo(f"{click.style('Warning:', fg='yellow')} {error} The run is left out.", err=True)
 
 

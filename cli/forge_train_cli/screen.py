@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_train.base.errors import ConfigError
+from forge_train.base.strict_json import dumps
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -160,6 +161,11 @@ def picture(context: click.Context, option: click.Parameter, value: str | None) 
     if value:
         check_own(Path(value), _is_svg, "an SVG")
     return value
+
+
+def embedded(value: object) -> str:
+    """JSON that can't end the element of a page that it stands in, nor a line of a script."""
+    return dumps(value).replace("<", "\\u003c")
 
 
 def page(context: click.Context, option: click.Parameter, value: str | None) -> str | None:

@@ -69,7 +69,7 @@ def page(found: Analysis) -> str:
         f"<h2>Shares</h2>{_table(('', 'compute', 'communication', 'waiting'), shares(found))}",
         *(["<h2>Collectives</h2>", *tables] if tables else []),
         f"<p>Written by forge {escape(__version__)}.</p>",
-        f'<script type="application/json" id="data">{_embedded(data(found))}</script>',
+        f'<script type="application/json" id="data">{screen.embedded(data(found))}</script>',
         f"<script>{files(__package__).joinpath('trace_page.js').read_text(encoding='utf-8')}</script>",
     ]
     head = (
@@ -121,11 +121,6 @@ def _peers(call: Call) -> str:
     if call.kind in ("send", "recv"):
         return f"from rank {call.ranks[0]} to rank {call.ranks[1]}"
     return f"ranks {', '.join(map(str, call.ranks))}"
-
-
-def _embedded(value: object) -> str:
-    """JSON that can't end the element it stands in."""
-    return dumps(value).replace("<", "\\u003c")
 
 
 def _table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

@@ -1,0 +1,171 @@
+"""Metrics of a run, read in one pass, and read on while it trains."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_train.base.errors import ConfigError
+from forge_train.base.strict_json import NOT_FINITE, check_text, loads
+from forge_train.run.records import METRICS, METRICS_VERSION, read
+
+from .curves import Array, Curve
+
+LINES = 1 << 14
+"""Lines that are parsed at once."""
+LARGE = 64 << 20
+"""Bytes of all files together from which on several processes read them."""
+_NO_CURVE = {"version", "step", "timing", NOT_FINITE}
+_NUMBERS: set[type] = {int, float, type(None)}
+
+
+class Metrics:
+    """The lines of a `metrics.jsonl`, as curves.
+
+    Args:
+        file: which need not be there.
+        buckets: the most buckets of a curve.
+    """
+
+    def __init__(self, file: Path, buckets: int) -> None:
+        self.file, self._buckets = file, buckets
+        self._begin(None)
+
+    def _begin(self, inode: int | None) -> None:
+        self._inode, self._end = inode, 0
+        self.curves: dict[str, Curve] = {}
+        """By key; a key whose values are not numbers has none."""
+        self.last: dict[str, Any] = {}
+        """The newest line."""
+        self.seconds = math.nan
+        """Time in steps, without evaluations and checkpoints; nan if it is not known."""
+
+    def read(self) -> bool:
+        """Read the lines that are new; all, if the file is another one or has become shorter, as when a run resumes.
+
+        Returns: whether there were any.
+
+        Raises:
+            ConfigError: for a damaged line; names it.
+        """
+        try:
+            with self.file.open("rb") as lines:
+                found = os.fstat(lines.fileno())
+                if found.st_ino != self._inode or found.st_size < self._end:
+                    self._begin(found.st_ino)
+                before = self._end
+                lines.seek(before)
+                while chunk := list(islice(lines, LINES)):
+                    whole = chunk if chunk[-1].endswith(b"\n") else chunk[:-1]
+                    self._add(_parsed(whole))
+                    self._end += sum(map(len, whole))
+                return self._end > before
+        except FileNotFoundError:
+            changed = self._inode is not None
+            self._begin(None)
+            return changed
+        except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
+            self._begin(None)
+            raise ConfigError(f"{self.file}: can't be read: {_reason(self.file, error)}") from error
+
+    def _add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not rows:
+            return
+        steps = np.array([row["step"] for row in rows], dtype=np.float64)
+        before = float(self.last.get("step", 0))
+        for key in dict.fromkeys(key for row in rows for key in row):
+            values = [row.get(key) for row in rows]
+            if key in _NO_CURVE or not set(map(type, values)) <= _NUMBERS:
+                continue
+            there = np.array([value is not None for value in values])
+            numbers = _numbers([value for value in values if value is not None])
+            if len(numbers):
+                self.curves.setdefault(key, Curve(self._buckets)).add(steps[there], numbers)
+            if key == "step_seconds" and len(numbers):
+                spent = float((numbers * np.diff(steps, prepend=before)[there]).sum())
+                self.seconds = spent if math.isnan(self.seconds) else self.seconds + spent
+        self.last = dict(rows[-1])
+
+
+def read_all(files: Sequence[Path], buckets: int) -> Iterator[Metrics | ConfigError]:
+    """Read the metrics of runs, in order; an error stands in for those of a damaged file.
+
+    Large files are read by as many processes as there are cores.
+
+    Args:
+        files: each a `metrics.jsonl`.
+        buckets: the most buckets of a curve.
+    """
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    processes = min(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(files)
+    )
+    if size < LARGE or processes < 2:
+        yield from (_read(file, buckets) for file in files)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        yield from pool.map(partial(_read, buckets=buckets), files)
+
+
+def _read(file: Path, buckets: int) -> Metrics | ConfigError:
+    found = Metrics(file, buckets)
+    try:
+        found.read()
+    except ConfigError as error:
+        return ConfigError(str(error))  # without its cause, which another process can't be given
+    return found
+
+
+def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Parse lines at once, which is several times as fast as one by one.
+
+    Raises:
+        ValueError: or another error of Python, if one of them is not a line of metrics.
+    """
+    lines = [line for line in lines if line.strip()]
+    text = b"[" + b",".join(lines) + b"]"
+    rows: list[dict[str, Any]] = (loads if NOT_FINITE.encode() in text else json.loads)(text.decode("utf-8"))
+    if b"\\u" in text:
+        check_text(rows)
+    if len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("there is more than one value in a line")
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    versions = [row.get("version", 1) for row in rows]
+    shapes: list[tuple[list[Any], set[type]]] = [(steps, {int}), (losses, {int, float}), (versions, {int})]
+    shapes += [([row.get(key) for row in rows], _NUMBERS) for key in METRICS.keys() - {"version", "step", "loss"}]
+    if not all(set(map(type, values)) <= kinds for values, kinds in shapes):
+        raise ValueError("a value is of another kind")
+    if rows and not (min(steps) >= 0 and max(steps) < 2**63 and max(versions) <= METRICS_VERSION):
+        raise ValueError("a number is out of range")
+    return rows
+
+
+def _reason(file: Path, error: Exception) -> str:
+    """Describe a damaged file: its first damaged line, if there is one.
+
+    Raises:
+        ConfigError: if it was written by a newer forge.
+    """
+    try:
+        for _ in read(file):
+            pass
+    except (OSError, ValueError) as named:
+        return str(named)
+    return str(error)
+
+
+def _numbers(values: Sequence[float]) -> Array:
+    try:
+        return np.array(values, dtype=np.float64)
+    except OverflowError:  # an integer of more than 308 digits
+        return np.array([float(value) if abs(value) < 1e308 else math.inf for value in values])
