@@ -33,7 +33,7 @@ def about(at: int, run: ReportedRun, name: str, out: Path, *, opened: bool) -> s
         "plugins": ", ".join(f"{one['name']} ({one['distribution']} {one['version']})" for one in run.plugins),
     }
     listed = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
-    if links := "<br>".join(_timelines(run, out)):
+    if links := "<br>".join(timelines(run, out)):
         listed += f"<dt>timelines</dt><dd>{links}</dd>"
     phases = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _phase(entry))}</tr>" for entry in run.composition]
     composed = table(("phase", "plugin", "modules", ""), phases) if phases else "<p>No plugin changed the model.</p>"
@@ -66,7 +66,7 @@ def _moment(event: Mapping[str, Any]) -> float | None:
     return moment if isinstance(moment, (int, float)) and 0 < moment < 2**35 else None
 
 
-def _timelines(run: ReportedRun, out: Path) -> Iterable[str]:
+def timelines(run: ReportedRun, out: Path) -> Iterable[str]:
     """Links to what `forge trace` and `profile` left in the run's folder."""
     for file in sorted(path for pattern in TIMELINES for path in run.path.glob(pattern) if path.is_file()):
         with file.open("rb") as content:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from forge_cli import forge
-from forge_train_cli import trace_page
+from forge_train_cli import report_run, trace_page
+from forge_train_tools.reporting.metrics import Metrics
+from forge_train_tools.reporting.runs import ReportedRun
 from forge_train_tools.tracing.analysis import Analysis
 from forge_train_tools.tracing.record import Call, RankTrace, Segment, Trace
 
@@ -71,6 +73,15 @@ def test_the_page_stands_alone() -> None:
     assert page.count("</script>") == 2
     assert "rank 1 waited 50% of the step for rank 0, in layers.0 (forward)" in page
     assert "prefers-color-scheme:dark" in page
+
+
+def test_a_report_links_to_the_page(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "a trace.html").write_text(trace_page.page(found()), encoding="utf-8")
+    run = ReportedRun(tmp_path / "runs" / "first", Metrics(tmp_path / "none", 9))
+    assert [*report_run.timelines(run, tmp_path / "report.html")] == [
+        '<a href="runs/first/a%20trace.html">a trace.html</a>'
+    ]
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="node runs the page's script")

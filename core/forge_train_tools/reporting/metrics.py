@@ -67,7 +67,7 @@ class Metrics:
                 lines.seek(before)
                 while chunk := list(islice(lines, LINES)):
                     whole = chunk if chunk[-1].endswith(b"\n") else chunk[:-1]
-                    self._add(_parsed(whole))
+                    self._add(*_parsed(whole))
                     self._end += sum(map(len, whole))
                 return self._end > before
         except FileNotFoundError:
@@ -78,13 +78,12 @@ class Metrics:
             self._begin(None)
             raise ConfigError(f"{self.file}: can't be read: {_reason(self.file, error)}") from error
 
-    def _add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _add(self, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Sequence[Any]]) -> None:
         if not rows:
             return
-        steps = np.array([row["step"] for row in rows], dtype=np.float64)
+        steps = np.array(columns["step"], dtype=np.float64)
         before = float(self.last.get("step", 0))
-        for key in dict.fromkeys(key for row in rows for key in row):
-            values = [row.get(key) for row in rows]
+        for key, values in columns.items():
             if key in _NO_CURVE or not set(map(type, values)) <= _NUMBERS:
                 continue
             there = np.array([value is not None for value in values])
@@ -126,8 +125,10 @@ def _read(file: Path, buckets: int) -> Metrics | ConfigError:
     return found
 
 
-def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+def _parsed(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], dict[str, Sequence[Any]]]:
     """Parse lines at once, which is several times as fast as one by one.
+
+    Returns: the lines, and the values of each key, with None where it is missing.
 
     Raises:
         ValueError: or another error of Python, if one of them is not a line of metrics.
@@ -139,15 +140,24 @@ def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
         check_text(rows)
     if len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("there is more than one value in a line")
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    versions = [row.get("version", 1) for row in rows]
-    shapes: list[tuple[list[Any], set[type]]] = [(steps, {int}), (losses, {int, float}), (versions, {int})]
-    shapes += [([row.get(key) for row in rows], _NUMBERS) for key in METRICS.keys() - {"version", "step", "loss"}]
-    if not all(set(map(type, values)) <= kinds for values, kinds in shapes):
+    columns = _columns(rows)
+    shapes = dict.fromkeys(METRICS, _NUMBERS) | {"step": {int}, "loss": {int, float}}
+    if not all(set(map(type, columns.get(key, (None,)))) <= kinds for key, kinds in shapes.items() if rows):
         raise ValueError("a value is of another kind")
-    if rows and not (min(steps) >= 0 and max(steps) < 2**63 and max(versions) <= METRICS_VERSION):
-        raise ValueError("a number is out of range")
-    return rows
+    versions = filter(None, columns.get("version", ()))
+    if rows and not (min(columns["step"]) >= 0 and max(columns["step"]) < 2**63):
+        raise ValueError("a step is out of range")
+    if max(versions, default=0) > METRICS_VERSION:
+        raise ValueError("a line is of a newer version")
+    return rows, columns
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Sequence[Any]]:
+    orders = list(dict.fromkeys(map(tuple, rows)))
+    if len(orders) == 1:  # as in most files
+        return dict(zip(orders[0], zip(*map(dict.values, rows), strict=True), strict=True))
+    keys = dict.fromkeys(key for order in orders for key in order)
+    return {key: [row.get(key) for row in rows] for key in keys}
 
 
 def _reason(file: Path, error: Exception) -> str:
