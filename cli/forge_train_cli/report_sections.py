@@ -96,14 +96,14 @@ def _unlike(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterable[str]:
 
 
 def _facts(run: ReportedRun) -> dict[str, Any]:
-    """Where a run ran, without its command, which always differs."""
+    """Machine and versions of a run, without its command, which always differs."""
     known = {key: value for key, value in run.environment.items() if key != "argv"}
     git = known.pop("git", None)
     return known | ({"git": git["commit"][:12] + (" with changes" if git["dirty"] else "")} if git else {})
 
 
 def _layouts(runs: Sequence[ReportedRun], names: Sequence[str]) -> str:
-    """How runs are spread over processes, and what was done to their models."""
+    """Processes and axes of runs, and the plugins that changed their models."""
     rows: dict[str, list[str]] = {"processes": [], "axes": [], "composed": []}
     for run in runs:
         worlds = [event["world"] for event in run.events if isinstance(event.get("world"), int)]

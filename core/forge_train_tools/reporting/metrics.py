@@ -74,7 +74,7 @@ class Metrics:
             changed = self._inode is not None
             self._begin(None)
             return changed
-        except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
+        except (OSError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError) as error:
             self._begin(None)
             raise ConfigError(f"{self.file}: can't be read: {_reason(self.file, error)}") from error
 
