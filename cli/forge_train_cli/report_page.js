@@ -12,13 +12,16 @@ let cache = new Map(), charts = new Map(), hovered = null, waiting = false, span
 // -- data ------------------------------------------------------------------------------------------------
 
 function numbers(text, kind) {
-  const bytes = Uint8Array.from(atob(text), (one) => one.charCodeAt(0));
+  const raw = atob(text), bytes = new Uint8Array(raw.length);
+  for (let at = 0; at < raw.length; at += 1) bytes[at] = raw.charCodeAt(at);
   return kind === 4 ? new Float32Array(bytes.buffer) : new Float64Array(bytes.buffer);
 }
 
 function sums(differences) {
+  const steps = new Float64Array(differences.length);
   let step = 0;
-  return Float64Array.from(differences, (one) => (step += one));
+  for (let at = 0; at < steps.length; at += 1) steps[at] = step += differences[at];
+  return steps;
 }
 
 // The curves of a metric, each with steps `x`, values `y`, and steps and values to smooth, `at` and `mean`.

@@ -82,15 +82,19 @@ class ReportedRun(RunFolder):
         _ = self.tasks, self.config, self.environment, self.artifacts, self.composition
 
 
+def buckets_of(runs: int) -> int:
+    """The most buckets of a curve on a page of that many runs: of each, two values are drawn."""
+    return min(max(POINTS // max(runs, 1), FEWEST), MOST) // 2
+
+
 def reported(folders: Sequence[RunFolder]) -> tuple[list[ReportedRun], list[ConfigError]]:
     """Read runs for a report.
 
     Returns: those of which every file can be read, and what is wrong with the others.
     """
-    buckets = min(max(POINTS // max(len(folders), 1), FEWEST), MOST) // 2
     runs: list[ReportedRun] = []
     problems: list[ConfigError] = []
-    read = read_all([folder.path / "metrics.jsonl" for folder in folders], buckets)
+    read = read_all([folder.path / "metrics.jsonl" for folder in folders], buckets_of(len(folders)))
     for folder, metrics in zip(folders, read, strict=True):
         if isinstance(metrics, ConfigError):
             problems.append(metrics)
