@@ -1,7 +1,7 @@
 """Writes what the documentation takes from the code, so that it can be read in the repository too.
 
     python docs/write.py            lists, tables, the API reference, and a page for each built-in plugin
-    python docs/write.py --all      also transcripts and the picture, from real runs: this takes minutes
+    python docs/write.py --all      also transcripts and pictures, from real runs: this takes minutes
     python docs/write.py --check    write nothing, name the stale pages, and exit 1 if there are any
 
 A page says where a list goes: between `<!-- write: NAME -->` and `<!-- end -->`.
@@ -27,6 +27,7 @@ import pictures  # noqa: E402
 import reference  # noqa: E402
 import screen  # noqa: E402
 import transcripts  # noqa: E402
+import viewer  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- write: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -117,6 +118,7 @@ def main() -> int:
             print(page.relative_to(DOCS.parent))
         screen.TARGET.write_text(screen.picture(), encoding="utf-8")
         pictures.main()
+        viewer.main()
     return 1 if pages and check else 0
 
 

@@ -269,3 +269,13 @@ def test_one_frame_of_a_clip_tells_one_direction_in_three(script: Script) -> Non
 def _cell(frame: Any) -> tuple[int, int]:
     left, top, right, bottom = frame.convert("L").point(lambda grey: 255 * (grey < 128)).getbbox()
     return (left + right) // 16, (top + bottom) // 16
+
+
+def test_a_report_of_many_long_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the drawing, which needs a browser."""
+    viewer = script("viewer", RUNS=6, STEPS=2500)
+    monkeypatch.setattr(viewer.shutil, "which", lambda name: None)
+    found = viewer.measured(tmp_path)
+    assert found["missing"] == 0
+    assert found["frame"] < viewer.SMALLEST
+    assert "| spikes that are missing, of 30 | 0 | 0 |" in viewer.report(found)

@@ -136,7 +136,7 @@ function draw(chart) {
   axes(pen, chart, range, width, height);
   pen.save();
   pen.beginPath();
-  pen.rect(LEFT, TOP - 4, width - LEFT - RIGHT + 1, height - TOP - BOTTOM + 8);
+  pen.rect(LEFT - MARK, TOP - 4, width - LEFT - RIGHT + 2 * MARK, height - TOP - BOTTOM + 8);
   pen.clip();
   const lit = hovered === null ? state.picked : hovered;
   const last = (one) => one.curve.run === lit;

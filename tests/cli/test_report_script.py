@@ -157,7 +157,7 @@ def test_axes_smoothing_and_runs_are_kept_in_the_address() -> None:
     (again,) = act(hash=last["hash"])
     assert view(again) == view(last)
     assert lines(again) == lines(last)
-    assert {"100", "1k", "tokens"} <= {one[1] for one in again["drawn"] if one[0] == "fillText"}
+    assert {"10", "100", "tokens"} <= {one[1] for one in again["drawn"] if one[0] == "fillText"}
     assert view(act(hash="#nonsense")[0])["m"] == {"loss": 0}
 
 
