@@ -1,101 +1,76 @@
-"""The script of `forge launch slurm`, run by bash: two ranks are preempted, queued again, and end as if undisturbed.
-
-In CI, tests/cli/test_cli_launch.py runs the script, and `test_launch.py` starts ranks as Slurm does.
-"""
+"""`forge launch slurm` on a Slurm of one machine: a node is lost, the time limit comes, and the run ends as if
+undisturbed."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import socket
-import subprocess
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import toys
-from forge_cli import forge, forge_process
-from forge_train.checkpoint.checkpoint import check, found
+from fake_slurm import Slurm
+from forge_cli import Ended, forge
 from forge_train.run import records
 
-pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.extended]
+pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.slow]
 TESTS = Path(__file__).parent.parent
 STEPS = 8
-SRUN = """
-while [[ "$1" == --* ]]; do shift; done
-export SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_JOB_NODELIST=localhost SLURM_TASKS_PER_NODE=2
-for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" > "rank-$rank.txt" 2>&1 & tasks+=($!); done
-if [ -n "$PREEMPT_AT" ]; then
-    until grep -q "\\"step\\": $PREEMPT_AT," runs/mine/metrics.jsonl 2>/dev/null; do
-        kill -0 "${tasks[0]}" || break
-        sleep 0.05
-    done
-    kill -USR1 "${tasks[@]}"
-fi
-code=0
-for task in "${tasks[@]}"; do wait "$task"; ended=$?; [ $ended -gt $code ] && code=$ended; done
-exit $code
-"""
-"""Two tasks, to which Slurm sends the signal of `--signal` once a step was logged; ends as the worse of them."""
 
 
-def test_preempted_and_queued_again(tmp_path: Path) -> None:
-    values = {"train.steps": STEPS, "slow.seconds": 0.1, "log.every": 1}
-    file = toys.write_config(tmp_path, "layouts:Replicas", "layouts:Slow", **values).rename(tmp_path / "mine.toml")
-    env = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "dist")]), "OMP_NUM_THREADS": "1"}
-    bin_ = tmp_path / "bin"
-    bin_.mkdir()
-    stand_ins = {
-        "srun": SRUN,
-        "scontrol": 'echo "$*" >> asked',
-        "squeue": 'case "$*" in *%T) echo RUNNING;; *%L) echo 2:00:00;; esac',
-        "sbatch": "echo 42",
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    made = Slurm(tmp_path / "slurm")
+    yield made
+    made.close()
+
+
+def test_a_lost_node_and_a_time_limit(slurm: Slurm, tmp_path: Path) -> None:
+    values = {"train.steps": STEPS, "log.every": 1, "checkpoint.every": 2, "trouble.at": 4, "limit.at": 3}
+    plugins = ("layouts:Replicas", "layouts:Trouble", "fake_slurm:Limit")
+    file = toys.write_config(tmp_path, *plugins, **values).rename(tmp_path / "mine.toml")
+    env = {
+        "PATH": f"{slurm.bin}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "dist")]),
     }
-    for name, text in stand_ins.items():
-        (bin_ / name).write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
-        (bin_ / name).chmod(0o755)
-    env["PATH"] = f"{bin_}{os.pathsep}{os.environ['PATH']}"
-    asked = ("--nproc", 2, "--time", "2:00:00", "--without", "fsdp2", "--submit")
-    with contextlib.chdir(tmp_path):
-        written = forge("launch", "slurm", file.name, *asked, environment=env)
-    assert written.out == "Wrote mine.sbatch.\nSubmitted as job 42.\n", written.err
 
-    def job(**more: str) -> int:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        given = {**os.environ, **env, "SLURM_JOB_ID": "42", "MASTER_PORT": port, "PREEMPT_AT": "", **more}
-        done = subprocess.run(["bash", "mine.sbatch"], cwd=tmp_path, env=given, timeout=600, check=False)
-        return done.returncode
+    def launch(*more: str) -> Ended:
+        with contextlib.chdir(tmp_path):
+            return forge("launch", "slurm", file.name, *more, environment=env)
 
+    asked = ("--nodes", "2", "--time", "2:00:00", "--without", "fsdp2", "--submit")
+    refused = launch(*asked, "--queue", "none")
+    assert refused.code == 1
+    assert "sbatch refuses mine.sbatch: sbatch: error: invalid partition specified: none" in refused.err
+    written = launch(*asked, "--queue", "cpu")
+    assert written.out == "Wrote mine.sbatch.\nSubmitted as job 40.\n", written.err
+    assert "There is a job 'mine' already: 40 (PENDING)." in launch(*asked).err
+    assert "PENDING" in launch("--status").out
+
+    slurm.work()
+    said = launch("--logs").out
+    assert slurm.jobs[40].history == ["NODE_FAIL", "REQUEUED", "COMPLETED"], said
+    assert "COMPLETED" in launch("--status").out
     run = tmp_path / "runs" / "mine"
-    assert job(PREEMPT_AT="2") == 75, _said(tmp_path)
-    assert job(SLURM_JOB_END_TIME=str(int(time.time()) + 60)) == 75, _said(tmp_path)
-    assert _outcome(run)["reason"].startswith("the Slurm job ends in ")
-    assert (tmp_path / "asked").read_text() == "requeue 42\n" * 2
-    assert job() == 0, _said(tmp_path)
-    assert (tmp_path / "asked").read_text() == "requeue 42\n" * 2, "a job that is done is not queued again"
-    assert {check(one.path, contents=True) for one in found(run / "checkpoints")} == {""}
-    assert json.loads((run / "environment.json").read_text())["launcher"] == "slurm"
+    events = list(records.read(run / "events.jsonl"))
+    first, second = (one["step"] for one in events if one["event"] == "resumed")
+    assert first == 2 < second < STEPS
+    assert [one["reason"] for one in events if one["event"] == "interrupted"] == ["SIGUSR1"]
+    assert f"step {STEPS}/{STEPS}" in said
 
     whole = ("--nproc", 2, "--without", "fsdp2", "--run-dir", tmp_path / "runs", "--name", "whole", "--quiet")
-    ended = forge_process("train", file, *whole, cwd=tmp_path, env={**os.environ, **env})
+    ended = forge("train", file, *whole, "-s", "trouble.what=", environment=env)
     assert ended.code == 0, ended.err
-    assert _numbers(run) == _numbers(tmp_path / "runs" / "whole")
+    assert _numbers(run) == _numbers(run.with_name("whole"))
+    last = [one / "checkpoints" / f"step-{STEPS:08d}" for one in (run, run.with_name("whole"))]
+    tensors = [sorted(one.glob("rank-*.safetensors")) for one in last]
+    assert len(tensors[0]) > 0
+    assert [one.read_bytes() for one in tensors[0]] == [one.read_bytes() for one in tensors[1]]
 
 
 def _numbers(run: Path) -> list[dict[str, Any]]:
     lines = records.read(run / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key not in records.TIMINGS} for line in lines]
-
-
-def _outcome(run: Path) -> dict[str, Any]:
-    events = records.read(run / "events.jsonl")
-    return next(event for event in reversed(list(events)) if event["event"] == "run_finished")
-
-
-def _said(folder: Path) -> str:
-    return "\n".join((folder / f"rank-{rank}.txt").read_text() for rank in range(2))

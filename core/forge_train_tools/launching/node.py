@@ -111,7 +111,7 @@ class Node:
     def _wait(self) -> int:
         """Wait for all ranks, and end those that wait in vain for one that is gone."""
         failed, deadline = 0, float("inf")
-        while any(code is None for code in (codes := [rank.poll() for rank in self._ranks])):
+        while (codes := [rank.poll() for rank in self._ranks]).count(None):
             if not failed and (bad := [code for code in codes if code not in (None, 0, INTERRUPTED)]):
                 failed, deadline = bad[0] or 0, time.monotonic() + GRACE
             elif deadline == float("inf") and any(code is not None for code in codes):
