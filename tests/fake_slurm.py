@@ -107,7 +107,9 @@ class Slurm:
 
     def _attempt(self, job: Job) -> None:
         job.state, job.requeued, job.tasks = "RUNNING", False, []
-        name = job.options.get("output", "slurm-%j.out").replace("%x", job.options["job-name"]).replace("%j", str(job.id))
+        name = (
+            job.options.get("output", "slurm-%j.out").replace("%x", job.options["job-name"]).replace("%j", str(job.id))
+        )
         own = {"SLURM_JOB_ID": str(job.id), "SLURM_JOB_NAME": job.options["job-name"], "SLURM_NTASKS": "2"}
         if job.restarts:
             own["SLURM_RESTART_COUNT"] = str(job.restarts)
@@ -168,9 +170,14 @@ class Slurm:
             own = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
             tasks.append(
                 warm.Popen(
-                    arguments, env={**environment, **step, **own}, cwd=cwd, stdin=subprocess.DEVNULL, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                )  # fmt: skip
+                    arguments,
+                    env={**environment, **step, **own},
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
             )
         watched = [threading.Thread(target=self._watch, args=(job, tasks, task)) for task in tasks]
         for one in watched:
@@ -251,7 +258,6 @@ class Limit(Plugin):
 
     @hookimpl
     def on_step(self, step: Any) -> None:
-        told = os.environ
-        if (told.get("RANK"), told.get("SLURM_RESTART_COUNT")) == ("0", str(self.config.attempt)):
-            if step.step == self.config.at:
-                subprocess.run(["limit"], check=True)
+        here = (os.environ.get("RANK"), os.environ.get("SLURM_RESTART_COUNT"), step.step)
+        if here == ("0", str(self.config.attempt), self.config.at):
+            subprocess.run(["limit"], check=True)

@@ -139,7 +139,7 @@ def _typed(options: Mapping[str, Any], launcher: str, own: type) -> Iterator[tup
             continue
         if typing.get_origin(kind) is dict:
             for one in given:
-                name, equals, value = one.partition("=")
+                name, _, value = one.partition("=")
                 yield (*key, name.strip().removeprefix("--")), Value(value.strip(" "), origin)
         elif isinstance(given, tuple):
             yield key, Value(list(given), origin)
@@ -162,7 +162,10 @@ def _launch(
     from forge_train_tools.launchers.launcher import points
 
     run = options.pop("name")
-    machines, chosen = described(job_file, name, kind.Options, dict(_typed(options, name, kind.Options)), list(points()))
+    chosen: Any
+    machines, chosen = described(
+        job_file, name, kind.Options, dict(_typed(options, name, kind.Options)), list(points())
+    )
     launcher = kind(chosen)
     nodes = len(getattr(chosen, kind.rest)) if kind.rest else 0
     machines = dataclasses.replace(machines, nodes=max(machines.nodes, nodes))
@@ -172,7 +175,7 @@ def _launch(
         for file, text in files.items():
             click.echo(f"# {out / file}\n{text}", nl=False)
         return 0
-    for file, text in files.items():
+    for file in files:
         screen.check_own(out / file, lambda begins: b"Written by forge" in begins, "a file written by forge launch")
     for file, text in files.items():
         screen.write(out / file, text)

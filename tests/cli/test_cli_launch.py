@@ -16,7 +16,7 @@ import pytest
 from forge_command import Forge
 from forge_train import ConfigError
 from forge_train_tools.launchers.job import ClusterJob, Machines
-from forge_train_tools.launchers.slurm import Options, Slurm
+from forge_train_tools.launchers.slurm import Slurm, SlurmOptions
 
 ASKED = ("--nodes", "2", "--nproc", "1", "--time", "1:00:00")
 BATCH = ("-s", "train.global_batch=4")
@@ -94,7 +94,10 @@ def test_gpus(forge: Forge, folder: Path) -> None:
     ("more", "says"),
     [
         (("--time", "soon"), "--time 'soon': expected minutes, [days-]hours:minutes:seconds or days-hours."),
-        (("--sbatch", "partition gpu"), "--sbatch partition gpu='': expected an option of sbatch, like constraint=h100."),
+        (
+            ("--sbatch", "partition gpu"),
+            "--sbatch partition gpu='': expected an option of sbatch, like constraint=h100.",
+        ),
         (("--sbatch", "nodes=3"), "--sbatch nodes: say it with --nodes."),
         (("--sbatch", "partition=x"), "--sbatch partition: say it with --queue."),
         (("--sbatch", "J=other"), "--sbatch J: expected the long name of the option, like exclusive."),
@@ -175,7 +178,7 @@ def job(folder: Path, *arguments: str, name: str = "a", **machines: Any) -> Clus
 
 
 def script(asked: ClusterJob, **options: Any) -> str:
-    return next(iter(Slurm(Options(**options)).files(asked).values()))
+    return next(iter(Slurm(SlurmOptions(**options)).files(asked).values()))
 
 
 @pytest.mark.parametrize(
@@ -329,11 +332,14 @@ def test_a_job_file(forge: Forge, folder: Path) -> None:
     assert "#SBATCH --exclusive\n" in text
     assert "export A='from file'\nexport B=typed\n" in text
     for wrong, says in (
-        ('[launch]\nnode = 2', "site.toml:2: launch.node: there is no such key. Did you mean 'nodes'?"),
+        ("[launch]\nnode = 2", "site.toml:2: launch.node: there is no such key. Did you mean 'nodes'?"),
         ('[launch]\nnodes = "2"', "site.toml:2: launch.nodes: expected an integer, found '2'."),
         ("[launch.slrum]\nx = 1", "site.toml:1: [launch.slrum]: there is no launcher 'slrum'. Did you mean 'slurm'?"),
         ("[train]\nsteps = 1", "site.toml:1: [train]: a job file has only the table [launch]"),
-        ('[launch.slurm]\ncontainer = "docker"', "site.toml:2: launch.slurm.container: expected 'pyxis' or 'apptainer'"),
+        (
+            '[launch.slurm]\ncontainer = "docker"',
+            "site.toml:2: launch.slurm.container: expected 'pyxis' or 'apptainer'",
+        ),
     ):
         file.write_text(wrong, encoding="utf-8")
         assert says in forge(*asked, fails=2).err

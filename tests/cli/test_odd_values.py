@@ -10,15 +10,17 @@ import pytest
 from forge_command import Forge
 from forge_train import ConfigError
 from forge_train.base.errors import shortened
-from forge_train_tools.launching.slurm import SlurmJob
+from forge_train_tools.launchers.job import ClusterJob, Machines
+from forge_train_tools.launchers.slurm import Slurm, SlurmOptions
 
 pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize("value", ['a"b', "a#b", "a\\b", "it's", "two words", 'all "of" #it\\', "plain", "a=b", "a$b"])
 def test_a_line_of_sbatch_says_the_value(value: str) -> None:
-    job = SlurmJob("run", 1, 1, "1:00:00", Path("/x"), ["forge"], options={"comment": value})
-    (line,) = [line for line in job.script().splitlines() if line.startswith("#SBATCH --comment")]
+    job = ClusterJob("run", Machines(time="1:00:00"), ["train"], Path("/x"), Path("/x/runs"))
+    (text,) = Slurm(SlurmOptions(sbatch={"comment": value})).files(job).values()
+    (line,) = [line for line in text.splitlines() if line.startswith("#SBATCH --comment")]
     assert shlex.split(line.removeprefix("#SBATCH "), comments=True) == [f"--comment={value}"]
 
 
@@ -71,4 +73,4 @@ def test_a_size_beyond_every_machine_is_named(forge: Forge, key: str) -> None:
 
 def test_a_job_has_a_printable_name() -> None:
     with pytest.raises(ConfigError, match="printable"):
-        SlurmJob("a\nb", 1, 1, "1:00:00", Path("/x"), ["forge"])
+        ClusterJob("a\nb", Machines(), ["train"], Path("/x"), Path("/x/runs"))

@@ -14,7 +14,7 @@ import pytest
 
 from forge_train import ConfigError
 from forge_train_tools.launchers.job import ClusterJob, Machines
-from forge_train_tools.launchers.ssh import SSH, Options
+from forge_train_tools.launchers.ssh import SSH, SSHOptions
 
 pytestmark = [pytest.mark.e2e]
 SSH_HERE = """#!/bin/bash
@@ -37,7 +37,7 @@ def start(folder: Path, rank: str, *arguments: str, hosts: tuple[str, ...] = ("a
     (folder / "bin").mkdir()
     (folder / "bin" / "ssh").write_text(SSH_HERE, encoding="utf-8")
     (folder / "bin" / "ssh").chmod(0o755)
-    launcher, asked = SSH(Options(hosts=hosts)), job(folder, *arguments, **machines)
+    launcher, asked = SSH(SSHOptions(hosts=hosts)), job(folder, *arguments, **machines)
     ((name, text),) = launcher.files(asked).items()
     (folder / name).write_text(text, encoding="utf-8")
     own = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(folder / "ranks")}
@@ -158,9 +158,7 @@ def test_a_host_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "bin" / "ssh").write_text("#!/bin/bash\necho 'no route' >&2\nexit 255\n", encoding="utf-8")
     own = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     command = [sys.executable, "-m", "forge_train_tools.launchers.ssh", "mine.ssh"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **own}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **own}, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ssh could not connect, or lost the connection.\n" in done.stderr
 
@@ -179,5 +177,5 @@ def test_a_host_that_is_not_there(tmp_path: Path) -> None:
 )
 def test_what_is_refused(tmp_path: Path, hosts: tuple[str, ...], machines: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        SSH(Options(hosts=hosts)).files(job(tmp_path, "train", **machines))
+        SSH(SSHOptions(hosts=hosts)).files(job(tmp_path, "train", **machines))
     assert says in str(refused.value)

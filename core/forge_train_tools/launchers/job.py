@@ -21,6 +21,7 @@ TABLE = "launch"
 PORTS = range(20000, 30000)
 """Ports for jobs that name none: below those that systems assign automatically."""
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
+_MOUNT = re.compile(r"""(?P<source>([a-z0-9]+://)?[^:,'"\\]+):(?P<target>/[^:,'"\\]*)(?P<ro>:ro)?""")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _S = TypeVar("_S")
 
@@ -159,14 +160,12 @@ class ClusterJob:
 
 
 def _mount(text: str) -> Mount:
-    source, _, rest = text.partition(":")
-    target, _, mode = rest.partition(":")
-    plain = text.isprintable() and not set(text) & set(",\"'\\")
-    if not (plain and source and target.startswith("/") and mode in ("", "ro")):
+    found = _MOUNT.fullmatch(text)
+    if found is None or not text.isprintable():
         raise ConfigError(
             f"--mounts {text!r}: expected SOURCE:TARGET or SOURCE:TARGET:ro, paths without commas, quotes or colons."
         )
-    return Mount(source, target.rstrip("/") or "/", mode == "ro")
+    return Mount(found["source"], found["target"].rstrip("/") or "/", bool(found["ro"]))
 
 
 def seconds(time: str) -> int:

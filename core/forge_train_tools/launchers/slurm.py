@@ -22,9 +22,15 @@ SHORTEST = 2 * NOTICE
 GRACE = 300
 """Seconds that tasks have to end once the first one has."""
 _SAY = {
-    **{"nodes": "--nodes", "ntasks-per-node": "--nproc", "ntasks": "--nodes and --nproc", "time": "--time"},
-    **{"cpus-per-task": "--cpus", "partition": "--queue", "account": "--account", "mem": "--memory"},
+    "account": "--account",
     "array": "--each",
+    "cpus-per-task": "--cpus",
+    "mem": "--memory",
+    "nodes": "--nodes",
+    "ntasks": "--nodes and --nproc",
+    "ntasks-per-node": "--nproc",
+    "partition": "--queue",
+    "time": "--time",
 }
 """Options of sbatch that have one here."""
 _RELIED_ON = {"signal": f"signal=USR1@{NOTICE}", "requeue": "requeue", "no-requeue": "requeue"}
@@ -33,7 +39,7 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]+")
 
 
 @section
-class Options:
+class SlurmOptions:
     """The table `[launch.slurm]`."""
 
     container: Literal["pyxis", "apptainer"] = "pyxis"
@@ -47,8 +53,8 @@ class Options:
 class Slurm(Launcher):
     """Writes `NAME.sbatch`; uses sbatch, squeue and scancel."""
 
-    Options = Options
-    options: Options
+    Options = SlurmOptions
+    options: SlurmOptions
     plugins = ("signals",)
 
     def variants(self) -> list[list[str]]:
@@ -59,11 +65,14 @@ class Slurm(Launcher):
         if len(set(counts.values())) > 1:
             said = ", ".join(f"{key} has {count}" for key, count in counts.items())
             raise ConfigError(f"--each: every key needs as many values as there are runs; {said}.")
-        return [[f"{key}={value}" for key, value in zip(columns, row, strict=True)] for row in zip(*columns.values())]
+        rows = zip(*columns.values(), strict=True)
+        return [[f"{key}={value}" for key, value in zip(columns, row, strict=True)] for row in rows]
 
     def files(self, job: ClusterJob) -> Mapping[str, str]:
         self._check(job)
-        lines = "\n".join(f"#SBATCH --{name}{f'={_quoted(value)}' if value else ''}" for name, value in self._asked(job))
+        lines = "\n".join(
+            f"#SBATCH --{name}{f'={_quoted(value)}' if value else ''}" for name, value in self._asked(job)
+        )
         runs = self.variants() if self.options.each else []
         again = AGAIN.format(interrupted=INTERRUPTED) if job.machines.requeue else ""
         text = SCRIPT.format(
@@ -99,7 +108,9 @@ class Slurm(Launcher):
         path = re.sub(r"%([xjAa%])", lambda found: known[found[1]], pattern)
         found = sorted(job.folder.glob(path)) if not Path(path).is_absolute() else [Path(path)]
         if not found:
-            raise ConfigError(f"Job {job.id} has no log {path} in {job.folder} yet; --status says whether it has begun.")
+            raise ConfigError(
+                f"Job {job.id} has no log {path} in {job.folder} yet; --status says whether it has begun."
+            )
         return ("cat", "--", *map(str, found))
 
     def cancel(self, job: Submitted) -> Sequence[str]:

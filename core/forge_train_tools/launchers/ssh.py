@@ -37,7 +37,7 @@ LOST = 255
 
 
 @section
-class Options:
+class SSHOptions:
     """The table `[launch.ssh]`."""
 
     hosts: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class Options:
 class SSH(Launcher):
     """Writes `NAME.ssh`, a list of commands, and runs them on this terminal."""
 
-    Options = Options
-    options: Options
+    Options = SSHOptions
+    options: SSHOptions
     rest = "hosts"
     attached = True
 
