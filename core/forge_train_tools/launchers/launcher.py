@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from forge_train.base.errors import ConfigError, ForgeError, describe, nearest
 from forge_train.base.files import write_json
 from forge_train.config.schema import section
-from forge_train.config.tree import Origin, Value
+from forge_train.config.tree import Key, Origin, Value
 from forge_train.config.validate import plain, validate
 from forge_train.registry.discovery import identity
 
@@ -177,7 +177,8 @@ def recall(folder: Path, launcher: str, name: str) -> tuple[Launcher, Submitted]
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
         job = Submitted(name, str(told["id"]), Path(told["folder"]))
-        options = {(key,): Value(value, Origin("file", str(file))) for key, value in told["options"].items()}
+        origin = Origin("file", str(file))
+        options: dict[Key, Value] = {(key,): Value(value, origin) for key, value in told["options"].items()}
     except FileNotFoundError:
         raise ConfigError(f"No job {name!r} was submitted with {launcher} from {folder.absolute()}.") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
