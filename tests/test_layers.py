@@ -313,6 +313,7 @@ WORDS = {
     "precision",
     "prefix",
     "pretrained",
+    "resources",
     "sample",
     "sequential",
     "signals",

@@ -146,9 +146,8 @@ def test_a_second_signal_ends_ranks_that_do_not_save(tmp_path: Path) -> None:
     started.terminate()
     assert [started.stdout.readline() for _ in range(2)] == ["ASKED\n"] * 2
     started.terminate()
-    _, err = started.communicate(timeout=60)
-    assert started.returncode == 1
-    assert err.count("was killed by SIGKILL") == 2
+    started.communicate(timeout=60)
+    assert started.returncode == 128 + signal.SIGTERM
 
 
 def test_a_host_that_is_not_there(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class ClusterJob:
     run_dir: Path
     """Folder of run folders; absolute."""
     gpus: bool = True
-    """Whether each process has a GPU."""
+    """True if each process has a GPU."""
 
     def __post_init__(self) -> None:
         asked = self.machines
@@ -182,7 +182,7 @@ def seconds(time: str) -> int:
 def described(
     file: str, launcher: str, options: type[_S], typed: Mapping[Key, Value], known: Sequence[str]
 ) -> tuple[Machines, _S]:
-    """What a job file says, under what was typed: `[launch]`, and the launcher's own `[launch.NAME]`.
+    """Read a job file, under what was typed: `[launch]`, and the launcher's own `[launch.NAME]`.
 
     Args:
         file: a TOML file; empty for none.

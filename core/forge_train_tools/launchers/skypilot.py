@@ -25,7 +25,7 @@ class SkyPilotOptions:
     """The table `[launch.skypilot]`."""
 
     infra: str = ""
-    """Where: cloud/region/zone, or k8s/context; empty takes the cheapest."""
+    """The place, as cloud/region/zone or k8s/context; empty takes the cheapest."""
     spot: bool = False
     """Take machines that may be taken away, and go on elsewhere when they are."""
     workdir: str = ""

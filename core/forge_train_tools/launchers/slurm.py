@@ -162,7 +162,7 @@ class Slurm(Launcher):
         yield from asked.items()
 
     def _container(self, job: ClusterJob) -> Iterator[str]:
-        """What stands between srun's options and the command."""
+        """Yield the words between srun's options and the command."""
         image, mounts = job.machines.image, job.mounts
         if not image:
             return

@@ -144,11 +144,10 @@ class Nodes:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """Pass a signal on; the second one ends the nodes."""
+        self._tell(signal.Signals(number).name)
         if self._asked:
             self._end()
-            return
         self._asked = number
-        self._tell(signal.Signals(number).name)
 
     def _tell(self, line: str) -> None:
         for one in self._started:

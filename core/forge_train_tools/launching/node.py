@@ -4,7 +4,8 @@ python -m forge_train_tools.launching.node [--max-restarts K] [--follow-stdin] -
 
 torchrun's own variables say where the node is: PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR and
 PET_MASTER_PORT. Unlike torchrun, it passes SIGTERM, SIGINT and SIGUSR1 on and waits for the ranks to save, and ends
-with the exit code of `forge train`: 75 after an interruption, and that of the rank that failed first.
+with the exit code of `forge train`: 75 after an interruption, that of the rank that failed first, 128 + n after a
+second signal n.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Node:
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._asked = 0
         """The signal that asked the ranks to stop."""
+        self._ended_by = 0
+        """The signal that ended them."""
 
     def run(self, max_restarts: int) -> int:
         """Start the ranks, and again after a failure; returns the exit code."""
@@ -76,6 +79,7 @@ class Node:
     def handle(self, number: int, _frame: object = None) -> None:
         """Ask the ranks to stop; the second time, end them."""
         if self._asked:
+            self._ended_by = number
             self._kill()
             return
         self._asked = number
@@ -119,6 +123,8 @@ class Node:
             if time.monotonic() > deadline:
                 self._kill()
             time.sleep(POLL)
+        if self._ended_by:
+            return 128 + self._ended_by
         ended = [rank.returncode for rank in self._ranks]
         for local, code in enumerate(ended):
             if code < 0 and code == (failed or code):
