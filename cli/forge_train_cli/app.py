@@ -28,6 +28,7 @@ COMMANDS = {
     "runs": (".runs:runs", "Look at past runs, and compare them."),
     "debug": (".debug:debug", "Look into a run."),
     "bench": (".bench:bench", "Measure this machine."),
+    "describe": (".everything:describe", "Describe commands, hooks, plugins and configurations as JSON."),
     "doctor": (".doctor:doctor", "Check what this machine has and lacks."),
 }
 """Name → module and attribute, and its line in `forge --help`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from forge_train.base.strict_json import dumps
@@ -20,26 +22,10 @@ def hooks(as_json: bool) -> None:
     """
     from forge_train_tools.hook_table import hooks as table
 
-    found = table()
     if as_json:
-        rows = [
-            {
-                "hook": one.spec.name,
-                "kind": one.spec.kind,
-                "optional": one.spec.optional,
-                "summary": one.spec.summary,
-                "declared_by": {
-                    "distribution": one.module.distribution,
-                    "version": one.module.version,
-                    "module": one.module.module,
-                },
-                "called_by": list(one.callers),
-                "implemented_by": list(one.plugins),
-            }
-            for one in found
-        ]
-        click.echo(dumps(rows, indent=1))
+        click.echo(dumps(plain_hooks(), indent=1))
         return
+    found = table()
     wide = max(len(one.spec.name) for one in found)
     for module in dict.fromkeys(one.module for one in found):
         click.echo(click.style(f"{module.module} ({module.label})", dim=True))
@@ -48,3 +34,25 @@ def hooks(as_json: bool) -> None:
             who = f"called by {', '.join(one.callers) or 'nobody'}; implemented by {', '.join(one.plugins) or 'nobody'}"
             lines.append((one.spec.name, f"{one.spec.kind}; {who}"))
         screen.listing(lines, wide)
+
+
+def plain_hooks() -> list[dict[str, Any]]:
+    """Every hook, as JSON."""
+    from forge_train_tools.hook_table import hooks as table
+
+    return [
+        {
+            "hook": one.spec.name,
+            "kind": one.spec.kind,
+            "optional": one.spec.optional,
+            "summary": one.spec.summary,
+            "declared_by": {
+                "distribution": one.module.distribution,
+                "version": one.module.version,
+                "module": one.module.module,
+            },
+            "called_by": list(one.callers),
+            "implemented_by": list(one.plugins),
+        }
+        for one in table()
+    ]
