@@ -17,12 +17,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from forge_train.registry.discovery import load
+from forge_train_cli.directory import FILE as DIRECTORY
 from forge_train_cli.presets import Preset, everything
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS))
 
-import lists  # noqa: E402  # beside this file
+import listing  # noqa: E402  # beside this file
+import lists  # noqa: E402
 import pictures  # noqa: E402
 import reference  # noqa: E402
 import screen  # noqa: E402
@@ -56,6 +58,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "api_kernel": reference.kernel,
     "api_kit": reference.kit,
     "api_tools": reference.tools,
+    "directory": listing.page,
     "facts": lists.facts,
     "hooks": lists.hooks,
     "laws": lists.laws,
@@ -81,8 +84,10 @@ def stale() -> dict[Path, str]:
     pages = {
         path: path.read_text(encoding="utf-8") for path in sorted([*DOCS.rglob("*.md"), DOCS.parent / "README.md"])
     }
+    pages[DIRECTORY] = DIRECTORY.read_text(encoding="utf-8") if DIRECTORY.is_file() else ""
     wanted = {path: written(text) for path, text in pages.items() if path.parent != folder or path.stem == "index"}
     wanted |= {folder / f"{found.name}.md": lists.plugin_page(found, load(found)) for found in lists.builtin()}
+    wanted[DIRECTORY] = listing.as_json()
     found = {path: text for path, text in wanted.items() if pages.get(path) != text}
     return found | dict.fromkeys(pages.keys() - wanted.keys(), "")
 

@@ -29,16 +29,25 @@ SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")
 @click.option(
     "--set", "-s", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a value in a plugin's section."
 )
+@click.option(
+    "--report", "file", type=click.Path(path_type=Path), metavar="FILE", help="Write a report as JSON, and a badge."
+)
 @json_option
-def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -> int:
+def check(names: tuple[str, ...], assignments: tuple[str, ...], file: Path | None, as_json: bool) -> int:
     """Check that plugins keep the contract: import, hooks, slots on a tiny case, configuration, training, resume, and
     for transforms the same numbers on two processes as on one.
 
     NAME is a plugin's name, a dotted package.module:Class or a file; without NAME, every plugin is checked. Plugins
     that it requires are enabled too. The exit code is 1 if a check fails.
+
+    The report of --report FILE.json says what was checked with which Forge, for the directory of plugins; the badge
+    FILE.svg shows the plugin API.
     """
+    from .checked import writable, write_report
+
     if assignments and len(names) != 1:
         raise ConfigError("--set is for one plugin's section: name exactly one plugin.")
+    file = writable(file) if file else None
     reports = []
     for report in _reports(names, assignments):
         reports.append(report)
@@ -50,6 +59,9 @@ def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -
     elif len(reports) != 1:
         failed = [report.ref.name for report in reports if not report.passed]
         click.echo(f"\n{len(failed)} of {len(reports)} fail: {', '.join(failed)}" if failed else "\nAll conform.")
+    if file:
+        badge = write_report(file, reports)
+        click.echo(f"Wrote {file} and {badge}.", err=as_json)
     return 0 if passed else 1
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "list": (".plugins:list_plugins", "List installed plugins, without importing them."),
     "info": (".plugins:info", "Describe a plugin, its hooks and its options."),
     "hooks": (".hooks:hooks", "List hooks: who declares, calls and implements each."),
+    "search": (".directory:search", "Search the directory of plugins, and those installed."),
     "check": (".check:check", "Try plugins against the contract."),
     "new": (".new:new", "Write a new plugin, ready to be installed."),
     "install": (".plugins:install", "Install plugins with pip, in this environment."),

@@ -104,24 +104,32 @@ def hooks() -> list[Hook]:
 
 def implements(ref: PluginRef) -> frozenset[str]:
     """The hooks that a plugin's class implements or inherits, as far as its source and its bases' show."""
-    return frozenset(_marked(_source(ref.file, ref.module), split(ref.object)[1]))
+    return frozenset(
+        node.name
+        for cls in lineage(ref)
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef) and any("hookimpl" in ast.unparse(one) for one in node.decorator_list)
+    )
 
 
-def _marked(source: _Source, name: str) -> Iterator[str]:
-    """The methods marked with `@hookimpl` of a class and its bases; of the only class, without a name."""
+def lineage(ref: PluginRef) -> Iterator[ast.ClassDef]:
+    """The syntax of a plugin's class and then of its bases, as far as sources show; the kernel's own is left out."""
+    return _lineage(_source(ref.file, ref.module), split(ref.object)[1])
+
+
+def _lineage(source: _Source, name: str) -> Iterator[ast.ClassDef]:
+    """A class and its bases; the first class of the file, without a name."""
     classes = {node.name: node for node in source.nodes if isinstance(node, ast.ClassDef)}
     name = name or next(iter(classes), "")
     if name not in classes:
         return
-    for node in classes[name].body:
-        if isinstance(node, ast.FunctionDef) and any("hookimpl" in ast.unparse(one) for one in node.decorator_list):
-            yield node.name
+    yield classes[name]
     for base in map(ast.unparse, classes[name].bases):
         if base in classes:
-            yield from _marked(source, base)
+            yield from _lineage(source, base)
         for home, given, own in source.imported:
             if own == base and home != KERNEL:
-                yield from _marked(_source(locate(home), home), given)
+                yield from _lineage(_source(locate(home), home), given)
 
 
 def _callers(module: SpecModule, refs: list[PluginRef], sources: list[_Source]) -> dict[str, set[str]]:
