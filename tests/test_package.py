@@ -40,7 +40,7 @@ def test_the_wheel_holds_six_typed_packages(wheel: zipfile.ZipFile) -> None:
 
 def test_the_wheel_holds_everything_in_the_packages(wheel: zipfile.ZipFile) -> None:
     for package, folder in PACKAGES.items():
-        files = [path for kind in ("*.py", "*.toml") for path in (ROOT / folder / package).rglob(kind)]
+        files = [path for kind in ("*.py", "*.toml", "*.json") for path in (ROOT / folder / package).rglob(kind)]
         assert {str(path.relative_to(ROOT / folder)) for path in files} <= set(wheel.namelist())
 
 

@@ -14,6 +14,7 @@ from forge_train.base.names import canonical, folder
 from forge_train.plugin.plugin import API
 from forge_train.registry.discovery import CONTRIB, RESERVED, discover
 
+from .package_files import AGENTS, PYPROJECT, README, TEST, WORKFLOW
 from .snippets import KIT, SNIPPETS, Snippet
 
 OWN = ("plugins", "cli", "contrib", "testing")
@@ -38,8 +39,9 @@ PLACEHOLDER = "Say here in one line what it does"
 def new(name: str, contrib: bool, hooks: tuple[str, ...], home: str) -> None:
     """Write the files of a plugin NAME: a section, a working hook, and a test of both.
 
-    They form a package of its own (pyproject.toml, test, CI, and a README with the steps before publishing), or with
-    --contrib a file in forge's contrib folder. Existing files are never overwritten.
+    They form a package of its own (pyproject.toml, test, CI with the oldest and the newest Forge, a README with the
+    steps before publishing, AGENTS.md), or with --contrib a file in forge's contrib folder. Existing files are never
+    overwritten.
     """
     name = _valid(name)
     snippets = [SNIPPETS[hook] for hook in hooks or ("on_step",)]
@@ -140,6 +142,7 @@ def _package(name: str, snippets: Sequence[Snippet], home: Path) -> dict[Path, s
         root / "tests" / f"test_{name}.py": _test(name, module),
         root / ".github" / "workflows" / "test.yml": WORKFLOW.format(**values),
         root / "README.md": README.format(**values),
+        root / "AGENTS.md": AGENTS.format(**values),
         root / ".gitignore": "__pycache__/\ndist/\n.venv/\nruns/\n",
     }
 
@@ -168,107 +171,3 @@ def _next(name: str, contrib: bool, home: Path) -> str:
         return f"Next: forge plugins check {name}; forge train --plugins {name}"
     where = home / f"forge-train-{name.replace('_', '-')}"
     return f"Next: forge plugins install -e {where}; forge plugins check {name}; forge train --plugins {name}"
-
-
-PYPROJECT = """\
-[build-system]
-requires = ["hatchling>=1.27"]
-build-backend = "hatchling.build"
-
-[project]
-name = "forge-train-{dashed}"
-version = "0.1.0"
-description = "Say here what it does."
-readme = "README.md"
-requires-python = ">=3.11"
-dependencies = ["forge-train>={version},<{next}"]
-
-[project.optional-dependencies]
-test = ["pytest>=8"]
-
-[project.entry-points."forge_train.plugins"]
-{dashed} = "{module}:{cls}"
-
-[tool.hatch.build]
-only-include = ["{module}.py", "tests"]
-dev-mode-dirs = ["."]
-
-[tool.hatch.build.targets.wheel]
-only-include = ["{module}.py"]
-
-[tool.pytest.ini_options]
-testpaths = ["tests"]
-"""
-
-TEST = '''\
-"""The plugin keeps the contract, and trains. The fixture `run_forge` comes with forge."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-{imports}
-
-def test_it_conforms(tmp_path: Path) -> None:
-    assert_conforms({cls}, folder=tmp_path)
-
-
-def test_it_trains(run_forge: RunForge) -> None:
-    run = run_forge([{cls}], steps=4)
-    assert run.finished.outcome == "done"
-    assert len(run.losses) == 4
-'''
-
-WORKFLOW = """\
-name: test
-on: [push, pull_request]
-jobs:
-  test:
-    runs-on: ubuntu-latest
-    strategy:
-      matrix:
-        python: ["3.11", "3.12"]
-    steps:
-      - uses: actions/checkout@v4
-      - uses: actions/setup-python@v5
-        with:
-          python-version: ${{{{ matrix.python }}}}
-          cache: pip
-      - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
-      - run: pip install -e '.[test]'
-      - run: pytest
-      - run: forge plugins check {name}
-"""
-
-README = """\
-# forge-train-{dashed}
-
-Say here what it does, with the paper it comes from.
-
-```
-pip install forge-train-{dashed}
-forge train --plugins {dashed}
-```
-
-`forge plugins info {dashed}` lists its options, which stand in the section `[{name}]`.
-
-## Work on it
-
-```
-pip install -e '.[test]'
-pytest
-forge plugins check {dashed}
-```
-
-## Before it is published
-
-- [ ] The class's first line and this file say what it does, and cite the paper.
-- [ ] Every option has its range and its unit, and a line about what it does.
-- [ ] The module imports without torch: torch is imported inside the hooks.
-- [ ] State that decides how a run continues is in `state_dict`, and `forge plugins check` resumes exactly.
-- [ ] A test compares it with a computation by hand, or with another implementation.
-- [ ] What it needs beyond forge is in `dependencies`, or in `needs` with the command that installs it.
-- [ ] `api` is the plugin API it was written for, and the range of `forge-train` in pyproject.toml was tested.
-- [ ] There is a licence, in a file and in pyproject.toml.
-- [ ] `python -m build && twine check dist/*`; then `twine upload dist/*`.
-"""

@@ -5,13 +5,22 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from click import Context, Group
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import forge_train_cli.new
+from forge_train import __version__
 from forge_train.plugin.calls import implemented
 from forge_train_cli.app import run
 from forge_train_cli.new import source
@@ -47,29 +56,80 @@ def test_linters_accept_what_it_writes(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_the_package_installs_and_passes_its_own_tests_and_the_check(tmp_path: Path) -> None:
+    """By the commands of its own CI; the report that they leave is shipped."""
     assert run(["plugins", "new", "my-plugin", "--dir", str(tmp_path)]) == 0
     package, target = tmp_path / "forge-train-my-plugin", tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--target", str(target), str(package)], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index", "--upgrade"]
     environment, rejected = os.environ | {"PYTHONPATH": str(target)}, False
     for command in (
-        ["forge_train_cli", "plugins", "check", "my-plugin"],
-        ["pytest", "-q", "-p", "no:cacheprovider"],
-        ["forge_train_cli", "plugins", "check", "my-plugin"],
+        "pip",
+        "forge plugins check my-plugin",
+        *typed_by_ci(package),
+        "pip",
+        "forge plugins search my-plugin",
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=package, env=environment, capture_output=True, text=True, check=False
-        )
+        words = command.replace("forge ", "forge_train_cli ").replace("pytest", "pytest -q -p no:cacheprovider").split()
+        typed = [*pip, "--target", str(target), "."] if command == "pip" else [sys.executable, "-m", *words]
+        done = subprocess.run(typed, cwd=package, env=environment, capture_output=True, text=True, check=False)
         if "is still 'Say here in one line what it does" in done.stdout:
             assert done.returncode == 1
-            (module,) = target.glob("forge_train_my_plugin*.py")
-            written = module.read_text(encoding="utf-8")
-            module.write_text(written.replace("Say here in one line what it does", "Does it"), encoding="utf-8")
+            for module in (package / "forge_train_my_plugin.py", target / "forge_train_my_plugin.py"):
+                written = module.read_text(encoding="utf-8")
+                module.write_text(written.replace("Say here in one line what it does", "Does it"), encoding="utf-8")
             rejected = True
             continue
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        if "--report" in command:
+            assert "✓ resumes exactly" in done.stdout
     assert rejected, "with the docstring of the scaffold"
-    assert "✓ resumes exactly" in done.stdout
+    assert "checked with Forge" in done.stdout, "the report is in the wheel"
+    assert "fails" not in (package / "forge_train_my_plugin.forge-plugin.svg").read_text(encoding="utf-8")
+
+
+def workflow(package: Path) -> dict[str, Any]:
+    text = (package / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    job: dict[str, Any] = yaml.safe_load(text)["jobs"]["test"]
+    return job
+
+
+def typed_by_ci(package: Path) -> list[str]:
+    """The commands of the package's CI, after the installation."""
+    typed = [step["run"] for step in workflow(package)["steps"] if "run" in step]
+    found = [line for line in typed if not line.startswith("uv ")]
+    assert [line.split()[0] for line in found] == ["pytest", "forge"]
+    return found
+
+
+def test_ci_takes_both_ends_of_the_range_of_forge(tmp_path: Path) -> None:
+    assert run(["plugins", "new", "my-plugin", "--dir", str(tmp_path)]) == 0
+    package = tmp_path / "forge-train-my-plugin"
+    rows = workflow(package)["strategy"]["matrix"]["include"]
+    assert {row["forge"]: row["resolution"] for row in rows} == {"oldest": "lowest-direct", "newest": "highest"}
+    installs = [step.get("run", "") for step in workflow(package)["steps"]]
+    assert "uv pip install --resolution ${{ matrix.resolution }} -e '.[test]'" in installs
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (forge,) = (one for one in map(Requirement, project["dependencies"]) if one.name == "forge-train")
+    assert str(min(forge.specifier, key=lambda one: one.operator != ">=")) == f">={__version__}"
+    assert __version__ in forge.specifier
+    assert "1000.0" not in forge.specifier
+    assert all(row["python"] in SpecifierSet(project["requires-python"]) for row in rows)
+
+
+def test_the_page_for_agents_shows_commands_that_exist(tmp_path: Path) -> None:
+    from forge_train_cli.app import forge
+
+    assert run(["plugins", "new", "my-plugin", "--dir", str(tmp_path)]) == 0
+    text = (tmp_path / "forge-train-my-plugin" / "AGENTS.md").read_text(encoding="utf-8")
+    assert "class `MyPlugin` in `forge_train_my_plugin.py`" in text
+    lines = re.findall(r"^forge (.+)$", text, re.MULTILINE) + re.findall(r"`forge ([^`]+)`", text)
+    assert len(lines) > 5
+    for line in lines:
+        command, context, words = forge, Context(forge), shlex.split(line, comments=True)
+        while isinstance(command, Group):
+            found = command.get_command(context, words.pop(0))
+            assert found is not None, line
+            command = found
+        command.make_context(line, words)
 
 
 def test_a_contributed_plugin_lies_in_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
