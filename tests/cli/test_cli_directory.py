@@ -1,11 +1,10 @@
-"""The directory of plugins: made without importing any, searched, and fed by reports of `forge plugins check`."""
+"""The directory of plugins: made without importing any, searched, and fed by reports."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,11 @@ from typing import Any
 import pytest
 
 from forge_command import Forge
-from forge_train import LogRecord, Plugin, hookimpl
 from forge_train.base.errors import ConfigError
 from forge_train.plugin.calls import implemented
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train_cli import directory
-from forge_train_cli.app import run
 from forge_train_kit.facts import stated
-from forge_train_tools.testing import Installed
 
 Distribution = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
@@ -46,23 +42,6 @@ class Theirs(Base):
     def parallelize(self, job):
         return Transform(Phase.TENSOR, "pancake", job, covers=("tp", "precision"))
 '''
-
-
-class Watching(Plugin):
-    """Does nothing wrong."""
-
-    api = (1, 0)
-
-    @hookimpl
-    def on_log(self, record: LogRecord) -> None: ...
-
-
-class Forgetful(Plugin):
-    """Leaves its decorator out."""
-
-    api = (1, 0)
-
-    def on_log(self, record: LogRecord) -> None: ...
 
 
 def reported(**changes: Any) -> dict[str, Any]:
@@ -162,46 +141,6 @@ def test_a_plugin_that_is_not_installed_says_how_to_get_it(
         file.write_text(json.dumps(wrong), encoding="utf-8")
         with pytest.raises(ValueError, match="their-pancakes.json"):
             listing.entries(file.parent)
-
-
-@pytest.mark.slow
-def test_check_writes_a_report_and_a_badge(
-    forge_plugins: Installed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    forge_plugins.add(Watching)
-    forge_plugins.add(Forgetful)
-    file, badge = tmp_path / "forge-plugin.json", tmp_path / "forge-plugin.svg"
-    assert run(["plugins", "check", "forgetful", "--report", str(file)]) == 1
-    assert title(badge) == "Forge plugin API: 1.0 fails"
-    (failed,) = directory.read_report(file)
-    assert failed["checked"]["passed"] is False
-    assert json.loads(file.read_text(encoding="utf-8"))["plugins"][0]["failed"]
-    forge_plugins.restore()
-    capsys.readouterr()
-    assert run(["plugins", "check", "watching", "--report", str(file), "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["passed"] is True
-    assert err == f"Wrote {file} and {badge}.\n"
-    (one,) = directory.read_report(file)
-    assert (one["name"], one["hooks"], one["role"]) == ("watching", ["on_log"], "observer")
-    assert one["checked"]["passed"] is True
-    assert title(badge) == "Forge plugin API: 1.0"
-
-
-def title(file: Path) -> str:
-    root = ET.parse(file).getroot()
-    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    (text,) = (node.text for node in root.iter("{http://www.w3.org/2000/svg}title"))
-    assert text == ": ".join(map(str, texts))
-    return str(text)
-
-
-@pytest.mark.parametrize(("file", "says"), [("report.svg", "ends in .json"), ("nowhere/r.json", "there is no folder")])
-def test_a_report_that_can_not_be_written_is_refused_first(
-    file: str, says: str, forge: Forge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forge_train_tools.testing.check", lambda *args, **more: pytest.fail("checked before"))
-    assert says in forge("plugins", "check", "lion", "--report", file, fails=2).err
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"plugins": [{}]}', '{"checked_with": {}, "plugins": []}'])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
 from forge_train import LogRecord, Plugin, hookimpl
+from forge_train_cli import directory
 from forge_train_cli.app import run
 from forge_train_tools.testing import Installed
 
@@ -84,3 +87,42 @@ def test_the_users_mistakes_end_with_2_or_a_failed_check(
 ) -> None:
     assert run(["plugins", "check", *arguments]) == (2 if message else 1)
     assert message in capsys.readouterr().err
+
+
+def test_check_writes_a_report_and_a_badge(
+    plugins: Installed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins.add(Forgetful)
+    file, badge = tmp_path / "forge-plugin.json", tmp_path / "forge-plugin.svg"
+    assert run(["plugins", "check", "forgetful", "--report", str(file)]) == 1
+    assert title(badge) == "Forge plugin API: 1.0 fails"
+    (failed,) = directory.read_report(file)
+    assert failed["checked"]["passed"] is False
+    assert json.loads(file.read_text(encoding="utf-8"))["plugins"][0]["failed"]
+    plugins.restore()
+    capsys.readouterr()
+    assert run(["plugins", "check", "watching", "--report", str(file), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["passed"] is True
+    assert err == f"Wrote {file} and {badge}.\n"
+    (one,) = directory.read_report(file)
+    assert (one["name"], one["hooks"], one["role"]) == ("watching", ["on_log"], "observer")
+    assert one["checked"]["passed"] is True
+    assert title(badge) == "Forge plugin API: 1.0"
+
+
+def title(file: Path) -> str:
+    root = ET.parse(file).getroot()
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    (text,) = (node.text for node in root.iter("{http://www.w3.org/2000/svg}title"))
+    assert text == ": ".join(map(str, texts))
+    return str(text)
+
+
+@pytest.mark.parametrize(("file", "says"), [("report.svg", "ends in .json"), ("nowhere/r.json", "there is no folder")])
+def test_a_report_that_can_not_be_written_is_refused_first(
+    file: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("forge_train_tools.testing.check", lambda *args, **more: pytest.fail("checked before"))
+    assert run(["plugins", "check", "lion", "--report", file]) == 2
+    assert says in capsys.readouterr().err

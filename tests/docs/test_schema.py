@@ -72,13 +72,13 @@ def test_accepts_every_configuration_of_the_pages(found: dict[str, Any], page: s
         "[train]\nbatch_warmup = [{ steps = 1, global_batch = 4 }]\nepochs = 1",
         '[defaults]\noptimizer = "lion"\n[defaults.distributed]\ndata_parallel = ""',
         'preset = "quickstart"\nwithout = ["mfu"]',
-        'plugins = ["tokens"]',  # whose path comes with --set
+        'plugins = ["torch-optimizer"]\n[torch-optimizer]\nlr = 0.1',  # whose required name comes with --set
     ],
 )
 def test_accepts_what_forge_accepts(found: dict[str, Any], text: str, tmp_path: Path) -> None:
     file = tmp_path / "right.toml"
     file.write_text(text, encoding="utf-8")
-    sets = ("tokens.path=somewhere",) if '"tokens"' in text else ()
+    sets = ("torch_optimizer.name=torch.optim:SGD",) if "[torch-optimizer]" in text else ()
     resolve(Request(config=str(file), set=sets), training=False)
     assert mistakes(found, text) == []
 
@@ -141,5 +141,6 @@ def test_a_plugin_in_a_file_has_its_section_where_the_schema_is_told_of_it(
     assert section["properties"]["path"] == {"type": "string", "description": "A file. Required."}
     assert section["properties"]["width"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]
     assert mistakes(own, text + "width = 3") == []
+    assert mistakes(own, 'plugins = ["./mine.py"]\n[mine]\nwidth = 3') == [], "--set may bring what is required"
     assert mistakes(own, text + 'width = "3"') != []
     assert mistakes(own, text + "wdith = 3") != []

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from forge_train import __version__
-from forge_train.base.errors import ConfigError, PluginError
+from forge_train.base.errors import ConfigError
 from forge_train.base.names import PluginRef, canonical
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.config.tree import CONDITIONAL, LISTS
@@ -102,7 +102,7 @@ def _section(name: str, cls: type, summary: str, defs: dict[str, Any]) -> dict[s
     try:
         adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(cls)
         found = adapter.json_schema(ref_template=f"#/$defs/{name}.{{model}}", schema_generator=_generator())
-    except (pydantic.errors.PydanticUserError, PluginError) as error:
+    except pydantic.errors.PydanticUserError as error:
         raise ConfigError(f"Section [{name}] has no JSON Schema: {error}") from error
     inner = {f"{name}.{key}": value for key, value in found.pop("$defs", {}).items()}
     defs.update(inner)
