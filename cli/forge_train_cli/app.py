@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 import sys
+from typing import Any
 
 import click
 
@@ -33,7 +36,11 @@ COMMANDS = {
 }
 """Name → module and attribute, and its line in `forge --help`."""
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+if (columns := shutil.get_terminal_size().columns) < 52:  # click would write 50 columns
+    SETTINGS["terminal_width"] = columns - 2
+if os.environ.get("NO_COLOR"):
+    SETTINGS["color"] = False
 
 
 def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:

@@ -11,6 +11,7 @@ from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
 from forge_train_kit.format import format_count
 from forge_train_tools.configuration.request import Request
+from forge_train_tools.messages import waiting
 
 from . import screen
 from .options import json_option, run_options
@@ -35,11 +36,12 @@ COMMANDS = (("--version",), ("--help",), ("plugins", "list"))
 def bench(request: Request, turns: int, as_json: bool) -> None:
     """Train CONFIG for a few steps, and measure throughput, the overhead of forge's loop over a hand-written one, data,
     checkpoints and start-up. Nothing is left behind."""
-    from forge_train_tools.bench import measure, start_up
+    with waiting("measuring"):
+        from forge_train_tools.bench import measure, start_up
 
-    measured = measure(request, turns=turns)
-    commands = [[sys.executable, "-m", "forge_train_cli", *arguments] for arguments in COMMANDS]
-    ratios = {" ".join(("forge", *words)): ratio for words, ratio in zip(COMMANDS, start_up(commands), strict=True)}
+        measured = measure(request, turns=turns)
+        commands = [[sys.executable, "-m", "forge_train_cli", *arguments] for arguments in COMMANDS]
+        ratios = {" ".join(("forge", *words)): ratio for words, ratio in zip(COMMANDS, start_up(commands), strict=True)}
     if as_json:
         click.echo(dumps({**measured.as_json(), "start_up": ratios}, indent=1))
         return

@@ -12,6 +12,7 @@ import click
 
 from forge_train.base.errors import ConfigError, nearest
 from forge_train_kit.format import format_plural
+from forge_train_tools.messages import waiting
 
 from . import screen
 from .failures import complain
@@ -56,13 +57,14 @@ def chat(
     forge chat base-model --template chatml
     echo "Who are you?" | forge chat runs/tuned --temperature 0
     """
-    from forge_train_tools import open_model
-    from forge_train_tools.generation.defaults import tell_unused
-    from forge_train_tools.generation.sampling import Sampling
+    with waiting(f"loading {path}"):
+        from forge_train_tools import open_model
+        from forge_train_tools.generation.defaults import tell_unused
+        from forge_train_tools.generation.sampling import Sampling
 
-    opened = open_model(path, plugins=plugins, set=values(assignments), adapters=factors(adapter))
-    talk = Talk(opened.chat(system=system, template=template, **options))
-    tell_unused(opened.path, Sampling(**options))
+        opened = open_model(path, plugins=plugins, set=values(assignments), adapters=factors(adapter))
+        talk = Talk(opened.chat(system=system, template=template, **options))
+        tell_unused(opened.path, Sampling(**options))
     if sys.stdin.isatty():
         click.secho(f"{opened.path}. /help lists the commands, Ctrl-D leaves.", dim=True, err=True)
     for line in _lines():

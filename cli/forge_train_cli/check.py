@@ -13,6 +13,7 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
 from forge_train.registry.discovery import discover
 from forge_train_kit.source import Source
+from forge_train_tools.messages import waiting
 
 from . import screen
 from .new import PLACEHOLDER
@@ -73,13 +74,18 @@ def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[R
         find(name)  # report a mistake in the last name before checking the first for minutes
     with tempfile.TemporaryDirectory(prefix="forge-check-") as folder, Pool(Path(folder)) as ranks:
         if names:
-            yield from (_written(check(name, sets=assignments, ranks=ranks)) for name in names)
+            for name in names:
+                with waiting(f"checking {name}"):
+                    report = check(name, sets=assignments, ranks=ranks)
+                yield _written(report)
             return
         for name, found in {one.name: one for one in discover()}.items():
             try:
-                yield _written(check(name, ranks=ranks))
+                with waiting(f"checking {name}"):
+                    report = _written(check(name, ranks=ranks))
             except ConfigError as error:
-                yield Report(found, [Check("has a name of its own", "fail", str(error))])
+                report = Report(found, [Check("has a name of its own", "fail", str(error))])
+            yield report
 
 
 def _written(report: Report) -> Report:
@@ -98,9 +104,9 @@ def _show(report: Report, *, in_full: bool) -> None:
 
     found = report.ref
     owner = f"{found.distribution} {found.version}".strip()
-    sign = click.style("✓", fg="green", bold=True) if report.passed else click.style("✗", fg="red", bold=True)
+    sign = Text(*SIGNS["ok" if report.passed else "fail"])
     count = f"{len(report.of('ok'))} of {len(report.checks)} checks"
-    click.echo(f"{sign} {click.style(found.name, bold=True)}  {click.style(f'{owner}, {count}', dim=True)}")
+    screen.line(Text.assemble(sign, " ", (found.name, "bold"), "  ", (f"{owner}, {count}", "dim")))
     shown = [one for one in report.checks if one.status != "ok" or in_full]
     rows = [
         (Text.assemble(SIGNS[one.status], " ", one.name), Text(one.detail, "dim" if one.status == "ok" else ""))

@@ -19,6 +19,7 @@ from forge_train import __version__
 from forge_train.base.errors import ConfigError, describe
 from forge_train.base.format import format_bytes
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
+from forge_train_kit.format import format_plural
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.sources import PRESET
 
@@ -107,7 +108,7 @@ def _torch() -> Iterator[Check]:
     except Exception as error:  # a broken build may raise anything
         yield Check("torch", "fail", f"can't be imported: {describe(error)}")
         return
-    yield Check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    yield Check("torch", "ok", f"{torch.__version__}, {format_plural(torch.get_num_threads(), 'thread')}")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             known = torch.cuda.get_device_properties(index)

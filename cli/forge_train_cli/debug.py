@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_train.base.strict_json import dumps
+from forge_train_tools.messages import waiting
 
 from . import screen
 from .lazy import LazyGroup
@@ -45,7 +46,8 @@ def step(run: Path, number: int, assignments: tuple[str, ...], as_json: bool) ->
     """
     from forge_train_tools.offline.replay import replay
 
-    found = replay(run, number, settings=assignments)
+    with waiting(f"repeating {run} up to step {number}"):
+        found = replay(run, number, settings=assignments)
     if as_json:
         click.echo(dumps(dataclasses.asdict(found)))
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from forge_train.base.strict_json import dumps
+from forge_train_tools.messages import waiting
 
 from . import screen
 from .options import json_option, nproc_option, run_dir_option
@@ -28,7 +29,8 @@ def doctor(run_dir: str, nproc: int | None, as_json: bool) -> int:
 
     from .checkup import checkup
 
-    checks = list(checkup(Path(run_dir), nproc))
+    with waiting("checking this machine"):
+        checks = list(checkup(Path(run_dir), nproc))
     fine = all(check.status != "fail" for check in checks)
     if as_json:
         listed = [{"name": check.name, "status": check.status, "text": check.text} for check in checks]

@@ -11,6 +11,7 @@ import click
 from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
 from forge_train_kit.format import format_number
+from forge_train_tools.messages import say, waiting
 
 from . import screen
 from .options import json_option, nproc_option, plugins_option, set_option
@@ -82,7 +83,8 @@ def evaluate(
         plugins=plugins,
         set=assignments,
     )
-    found = evaluate_tasks(asked, nproc=nproc or 1, told=lambda text: click.echo(text, err=True))
+    with waiting("evaluating"):
+        found = evaluate_tasks(asked, nproc=nproc or 1, told=say)
     if as_json:
         click.echo(dumps(found.plain()))
     else:
@@ -98,12 +100,13 @@ def _as_its_run(
     as_json: bool,
     of_tasks: tuple[object, ...],
 ) -> None:
-    from forge_train_tools.offline.evaluate import evaluate as run
-    from forge_train_tools.offline.opening import Wanted
-
     if of_tasks != (0, 8, None, None):
         raise ConfigError("--limit, --batch, --samples and --against are for tasks; name one with --task.")
-    found = run(path, wanted=Wanted(plugins, assignments), nproc=nproc or 1)
+    with waiting("evaluating"):
+        from forge_train_tools.offline.evaluate import evaluate as run
+        from forge_train_tools.offline.opening import Wanted
+
+        found = run(path, wanted=Wanted(plugins, assignments), nproc=nproc or 1)
     if as_json:
         click.echo(dumps(dataclasses.asdict(found)))
     else:

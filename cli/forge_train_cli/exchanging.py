@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from forge_train.base.strict_json import dumps
+from forge_train_tools.messages import folded, waiting
 
 from .addresses import FETCHED
 from .options import json_option, nproc_option, plugin_options, set_option
@@ -119,19 +121,22 @@ def import_(
     if is_dcp(source):
         if any((plugins, without, assignments, dtype, allow_missing, allow_extra, nproc)):
             raise click.UsageError(f"{source} is a DCP folder, and is imported as it is: only --json applies.")
-        _say(import_dcp(source, path), as_json)
+        with waiting(f"importing {source}"):
+            done = import_dcp(source, path)
+        _say(done, as_json)
         return
-    done = import_checkpoint(
-        source,
-        path,
-        plugins=plugins,
-        without=without,
-        settings=assignments,
-        dtype=dtype,
-        allow_missing=allow_missing,
-        allow_extra=allow_extra,
-        nproc=nproc or 1,
-    )
+    with waiting(f"importing {source}"):
+        done = import_checkpoint(
+            source,
+            path,
+            plugins=plugins,
+            without=without,
+            settings=assignments,
+            dtype=dtype,
+            allow_missing=allow_missing,
+            allow_extra=allow_extra,
+            nproc=nproc or 1,
+        )
     _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s {done.data}=…")
 
 
@@ -169,7 +174,9 @@ def export(
         if dtype is not None or nproc is not None or adapter or assignments:
             text = "--format dcp writes a checkpoint as it is: --adapter, --set, --dtype and --nproc don't apply."
             raise click.UsageError(text)
-        _say(export_dcp(path, out), as_json)
+        with waiting(f"exporting {path}"):
+            done = export_dcp(path, out)
+        _say(done, as_json)
         return
     from forge_train.checkpoint import checkpoint
     from forge_train.run.run import is_run
@@ -180,10 +187,12 @@ def export(
 
     if adapter and (dtype is not None or nproc is not None):
         raise click.UsageError("--adapter writes the added parameters as they are: --dtype and --nproc don't apply.")
-    if adapter:
-        done = export_adapter(path, out, settings=assignments)
-    else:
-        done = export_checkpoint(path, out, dtype=dtype, shard_bytes=shard_size, nproc=nproc or 1, settings=assignments)
+    with waiting(f"exporting {path}"):
+        if adapter:
+            done = export_adapter(path, out, settings=assignments)
+        else:
+            options: dict[str, Any] = {"dtype": dtype, "shard_bytes": shard_size, "settings": assignments}
+            done = export_checkpoint(path, out, nproc=nproc or 1, **options)
     if is_run(run := run_folder(checkpoint.resolve(path))):
         recorder = Recorder(run)
         for file in done.files:
@@ -230,16 +239,17 @@ def convert(
     """
     from forge_train_tools.offline.convert import convert_folder
 
-    done = convert_folder(
-        source,
-        out,
-        architecture=architecture,
-        state_map=state_map,
-        dtype=dtype,
-        shard_bytes=shard_size,
-        plugins=plugins,
-        without=without,
-    )
+    with waiting(f"converting {source}"):
+        done = convert_folder(
+            source,
+            out,
+            architecture=architecture,
+            state_map=state_map,
+            dtype=dtype,
+            shard_bytes=shard_size,
+            plugins=plugins,
+            without=without,
+        )
     _say(done, as_json)
 
 
@@ -251,6 +261,6 @@ def _say(done: Exchanged, as_json: bool, next_step: str = "") -> None:
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     click.echo(f"{done.path}: {done.parameters:,} parameters ({files})")
     for note in done.notes:
-        click.secho(f"Note: {note}", fg="yellow", err=True)
+        click.secho(folded(f"Note: {note}", sys.stderr), fg="yellow", err=True)
     if next_step:
         click.echo(next_step)

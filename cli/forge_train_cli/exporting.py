@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import click
 from forge_train.base.errors import ConfigError
 from forge_train.run.run import Run
 from forge_train_kit.artifacts import Recorder
+from forge_train_tools.messages import folded, waiting
 
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
@@ -37,7 +39,8 @@ def export_trained(run: Path, *, quiet: bool) -> None:
         return
     target, new = run / FOLDER, run / f".{FOLDER}.new"
     shutil.rmtree(new, ignore_errors=True)
-    done = export_checkpoint(run, new)
+    with waiting(f"exporting {run}"):
+        done = export_checkpoint(run, new)
     shutil.rmtree(target, ignore_errors=True)
     new.replace(target)
     recorder = Recorder(run)
@@ -47,4 +50,4 @@ def export_trained(run: Path, *, quiet: bool) -> None:
     if not quiet:
         click.echo(f"\nExported to {target}: {done.parameters:,} parameters in Hugging Face layout.")
         for note in done.notes:
-            click.secho(f"Note: {note}", fg="yellow", err=True)
+            click.secho(folded(f"Note: {note}", sys.stderr), fg="yellow", err=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import click
 
 from forge_train.base.errors import ForgeError, shortened
-from forge_train_tools.messages import explain, show_warnings
+from forge_train_tools.messages import RED, explain, folded, show_warnings, styled
 
 KILLED_BY_CTRL_C = 130
 
@@ -58,4 +59,5 @@ def report(error: Exception, log: Path | None = None) -> int:
 
 def complain(text: str) -> None:
     """Show an error."""
-    click.echo(f"{click.style('Error:', fg='red', bold=True)} {text}", err=True)
+    shown = folded(f"Error: {text}", sys.stderr)
+    click.echo(styled("Error:", RED, sys.stderr) + shown.removeprefix("Error:"), err=True)

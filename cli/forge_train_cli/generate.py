@@ -12,6 +12,7 @@ import click
 from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
 from forge_train_kit.format import format_plural
+from forge_train_tools.messages import say, waiting
 
 from . import screen
 from .options import items_of, items_options, json_option, nproc_option, plugins_option, set_option, stdin_text
@@ -106,13 +107,14 @@ def generate(
         return
     if template and not chat:
         raise ConfigError("--template: no prompt is a chat; add --chat, or leave it out.")
-    from forge_train_tools import open_model
-    from forge_train_tools.generation.defaults import tell_unused
+    with waiting(f"loading {path}"):
+        from forge_train_tools import open_model
+        from forge_train_tools.generation.defaults import tell_unused
 
-    opened = open_model(path, plugins=plugins, set=values(assignments), adapters=adapters)
-    tell_unused(opened.path, sampling)
-    text = texts[0] if texts else ""
-    completion = opened.complete(text, sampling, chat=chat, template=template)
+        opened = open_model(path, plugins=plugins, set=values(assignments), adapters=adapters)
+        tell_unused(opened.path, sampling)
+        text = texts[0] if texts else ""
+        completion = opened.complete(text, sampling, chat=chat, template=template)
     if not as_json:
         _show("" if chat else text, completion)
         return
@@ -141,7 +143,8 @@ def _many(options: dict[str, Any], nproc: int, *, as_json: bool) -> None:
     from forge_train_tools.generation.generate import generate as run
 
     asked = Generation(**options)
-    found = run(asked, nproc=nproc, told=lambda text: click.echo(text, err=True))
+    with waiting("generating"):
+        found = run(asked, nproc=nproc, told=say)
     if as_json:
         click.echo(dumps(_as_json(found, asked)))
     elif asked.out:

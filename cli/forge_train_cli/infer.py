@@ -10,6 +10,7 @@ import click
 
 from forge_train.base.strict_json import dumps
 from forge_train_kit.format import format_plural
+from forge_train_tools.messages import say, waiting
 
 from . import screen
 from .options import json_option, names_of, nproc_option, plugins_option, set_option
@@ -67,7 +68,8 @@ def infer(assignments: tuple[str, ...], nproc: int | None, as_json: bool, **aske
     from forge_train_tools.inference.infer import infer as run
 
     job = Inference(**asked, set=assignments)
-    found = run(job, nproc=nproc or 1, told=lambda text: click.echo(text, err=True))
+    with waiting("reading records"):
+        found = run(job, nproc=nproc or 1, told=say)
     if as_json:
         click.echo(dumps(dataclasses.asdict(found)))
     else:

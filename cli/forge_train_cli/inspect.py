@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.base.strict_json import dumps
+from forge_train_kit.format import format_plural
 
 from . import screen
 from .options import chat_options, json_option, named_values
@@ -102,7 +103,7 @@ def _show(findings: Findings) -> None:
 def about(findings: Findings) -> Iterator[tuple[str, str]]:
     """A description of the data, in rows of a name and a text."""
     from forge_train.base.format import format_list
-    from forge_train_kit.format import format_count, format_plural
+    from forge_train_kit.format import format_count
 
     facts = findings.facts
     what = {
@@ -114,7 +115,10 @@ def about(findings: Findings) -> Iterator[tuple[str, str]]:
     for side in ("train", "validation"):
         if side in facts:
             one = facts[side]
-            yield side, f"{one['documents']:,} documents, {one['tokens']:,} tokens in {one['shards']:,} shards"
+            yield (
+                side,
+                f"{one['documents']:,} documents, {one['tokens']:,} tokens in {format_plural(one['shards'], 'shard')}",
+            )
     if findings.kind != "prepared":
         yield "documents", f"{findings.documents:,}"
         yield "tokens", f"{findings.tokens:,}"

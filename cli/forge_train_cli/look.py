@@ -9,6 +9,7 @@ import click
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
+from forge_train_tools.messages import waiting
 
 from . import screen
 from .options import (
@@ -88,7 +89,8 @@ def look(
         plugins=plugins,
         set=assignments,
     )
-    found = run(asked, nproc=nproc or 1)
+    with waiting(f"reading with {path}"):
+        found = run(asked, nproc=nproc or 1)
     for file in files:
         if file.suffix == PAGE:
             screen.write(file, page(found))

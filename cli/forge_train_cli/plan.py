@@ -12,8 +12,17 @@ import click
 from forge_train.base.errors import ConfigError
 from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
-from forge_train_kit.format import format_column, format_count, format_length, format_phase, format_seconds, format_unit
+from forge_train_kit.format import (
+    format_column,
+    format_count,
+    format_length,
+    format_phase,
+    format_plural,
+    format_seconds,
+    format_unit,
+)
 from forge_train_tools.configuration.request import Request
+from forge_train_tools.messages import waiting
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
 
@@ -45,11 +54,12 @@ def plan(
     forge plan --world 4                              the quickstart on 4 ranks
     forge plan big.toml --world 512 --device h100     does it fit, and what bounds it?
     """
-    from forge_train_tools.configuration.setup import resolve
-    from forge_train_tools.planning import plan as make
+    with waiting(f"planning for {format_plural(world, 'rank')}"):
+        from forge_train_tools.configuration.setup import resolve
+        from forge_train_tools.planning import plan as make
 
-    setup = resolve(request, world=world, data=False)
-    made = make(setup, world=world, nodes=nodes or 0, device=device, schedules=schedules)
+        setup = resolve(request, world=world, data=False)
+        made = make(setup, world=world, nodes=nodes or 0, device=device, schedules=schedules)
     if made.pipeline is None and (schedules or svg):
         option, pp = "--schedules" if schedules else "--svg", setup.config.parallel.pp
         raise ConfigError(f"{option} needs a pipeline whose executor declares what its ranks do; parallel.pp is {pp}.")
@@ -86,7 +96,7 @@ def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
     )
     if train.batch_warmup:
         first = ", ".join(f"{one.global_batch:,} for {one.steps:,} steps" for one in train.batch_warmup)
-        screen.line(f"at first, sequences a step: {first}")
+        screen.line(f"At first, sequences a step: {first}")
     _show_phases(made)
     _show_slots(made, setup, request)
     _show_meshes(made)
@@ -119,9 +129,9 @@ def _show_phases(made: Plan) -> None:
         ]
         screen.table(("phase", "slot", "plugin", "matched", "note"), rows)
     else:
-        screen.line("  no plugin changes the model")
+        screen.line("  No plugin changes the model.")
     if made.idle:
-        screen.line(f"  idle at this size: {', '.join(made.idle)}", "dim")
+        screen.line(f"  Idle at this size: {', '.join(made.idle)}", "dim")
 
 
 def _slot(entry: Mapping[str, Any]) -> str:

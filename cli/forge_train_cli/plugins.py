@@ -53,7 +53,7 @@ def list_plugins(as_json: bool) -> None:
     grouped = {name: [one for one in found if roles[one] == name] for name in ROLES}
     for name, ones in grouped.items():
         if ones:
-            click.echo(click.style(name, dim=True))
+            screen.heading(name.capitalize())
         rows = []
         for one in sorted(ones, key=lambda one: (one.distribution != DISTRIBUTION, one.name)):
             mark = "*" if one.name in brought else " "

@@ -97,6 +97,11 @@ def whole(histories: Sequence[RunFolder], *, least: int) -> list[RunFolder]:
     return left
 
 
+def _measured(line: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The measurements of a line of metrics.jsonl."""
+    return [(key, value) for key, value in line.items() if key not in ("timing", "version")]
+
+
 def warn(error: ConfigError) -> None:
     """Say that a damaged run is left out."""
     click.echo(f"{click.style('Warning:', fg='yellow')} {error} The run is left out.", err=True)
@@ -125,7 +130,7 @@ def show(run: str | None, run_dir: str, as_json: bool) -> None:
         screen.table(names, [[_number(line.get(name)) for name in names] for line in lines], right=range(len(names)))
     if history.last:
         screen.heading("Last step")
-        screen.table(("", ""), [(key, _number(value)) for key, value in history.last.items() if key != "timing"])
+        screen.table(("", ""), [(key, _number(value)) for key, value in _measured(history.last)])
     of_tasks.show([history])
     screen.heading("Plugins")
     screen.table(("", "", ""), [(one["name"], one["distribution"], one["version"]) for one in history.plugins])
@@ -189,7 +194,7 @@ def _results(histories: list[RunFolder]) -> dict[str, list[Any]]:
     tables = [
         {
             "outcome": history.outcome,
-            **{key: value for key, value in history.last.items() if key not in ("timing", "version")},
+            **dict(_measured(history.last)),
             **{f"held out {key}": value for key, value in history.evaluation.items() if key != "step"},
         }
         for history in histories

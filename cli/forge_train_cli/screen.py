@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -15,7 +15,8 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.strict_json import dumps
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+    from rich.text import Text
 
 PIPED = 400
 """Columns if stdout is not a terminal: nothing should be cut in a file."""
@@ -23,6 +24,8 @@ WIDEST = 48
 """The longest cell that a column is as wide as, if stdout is not a terminal."""
 NARROWEST = 24
 """Columns that a text beside a name needs; with less, it stands below."""
+FOLDED = 16
+"""Columns that a folded cell of a table needs; with less, the cells of a row stand below each other."""
 GENERATOR = '<meta name="generator" content="forge-train">'
 """Marks every page in its head; pages with this mark may be overwritten."""
 
@@ -40,9 +43,7 @@ def width() -> int:
 
 
 def heading(text: str) -> None:
-    from rich.text import Text
-
-    console().print(Text.assemble("\n", (text, "bold")))
+    click.echo(f"\n{click.style(text, bold=True)}")
 
 
 def listing(rows: Sequence[tuple[str, str]], wide: int) -> None:
@@ -75,33 +76,91 @@ def table(
         right: columns that are right-aligned.
         indent: columns to the left of the table.
     """
-    from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
     rows = [list(row) for row in rows]
     # rich (14) measures a column without characters as 0 wide, but draws it 1 wide and squeezes the others for it.
     filled = [index for index, name in enumerate(headers) if name or any(str(row[index]) for row in rows)]
-    screen = console()
-    widest = max((len(str(row[0])) for row in rows), default=0)
-    made = Table(box=None, show_header=any(headers), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    for index in filled:
-        # Names and keys, which come first, stay whole to be copied, if that leaves room beside them.
-        whole = index == 0 and widest <= screen.width - indent - NARROWEST
-        made.add_column(headers[index], justify="right" if index in right else "left", overflow="fold", no_wrap=whole)
-
-    def cell(value: object) -> RenderableType:
-        return value if isinstance(value, Text) else Text(str(value))
-
-    for row in rows:
-        made.add_row(*(cell(row[index]) for index in filled))
     if not sys.stdout.isatty():
         _unfolded([headers, *rows] if any(headers) else rows, filled, right, indent)
         return
+    screen = console()
+    texts = [[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row] for row in rows]
+    whole = _whole_columns(headers, texts, filled, screen.width - indent)
     with screen.capture() as captured:
-        screen.print(Padding(made, (0, 0, 0, indent), expand=False))
+        if whole is None:
+            _stacked(screen, headers, texts, filled, indent)
+        else:
+            _columns(screen, headers, texts, filled, right, indent, whole)
     for row in captured.get().splitlines():
         click.echo(row.rstrip())  # rich pads every line
+
+
+def _whole_columns(
+    headers: Sequence[str], rows: Sequence[Sequence[Text]], filled: Sequence[int], room: int
+) -> set[int] | None:
+    """The columns that are never folded: short ones, and the first, whose keys are there to be copied.
+
+    Returns:
+        None if the others would have too little room to be read.
+    """
+    widths = {index: max(len(headers[index]), *(len(row[index]) for row in rows), 0) for index in filled}
+    whole = {*filled[:1], *(index for index, wide in widths.items() if wide <= NARROWEST)}
+    needed = sum(wide if index in whole else FOLDED for index, wide in widths.items())
+    return whole if needed + 2 * (len(filled) - 1) <= room else None
+
+
+def _columns(
+    screen: Console,
+    headers: Sequence[str],
+    rows: Sequence[Sequence[Text]],
+    filled: Sequence[int],
+    right: Sequence[int],
+    indent: int,
+    whole: set[int],
+) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+
+    made = Table(box=None, show_header=any(headers), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for index in filled:
+        side: Literal["left", "right"] = "right" if index in right else "left"
+        made.add_column(headers[index], justify=side, overflow="fold", no_wrap=index in whole)
+    for row in rows:
+        made.add_row(*(row[index] for index in filled))
+    screen.print(Padding(made, (0, 0, 0, indent), expand=False))
+
+
+def _stacked(
+    screen: Console, headers: Sequence[str], rows: Sequence[Sequence[Text]], filled: Sequence[int], indent: int
+) -> None:
+    """Print each row as lines: its name, and below it the other cells, each beside its header."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    signs = sum(1 for index in filled[:1] if all(len(row[index]) <= 1 for row in rows))  # a ✓ stands before the name
+    names, cells = filled[: signs + 1], filled[signs + 1 :]
+    bare, labelled = (
+        [index for index in cells if not headers[index]],
+        [index for index in cells if headers[index]],
+    )
+    for row in rows:
+        name = Text(" ").join(
+            [*(Text(headers[index], "dim") for index in names if headers[index]), *(row[index] for index in names)]
+        )
+        if any(row[index] for index in names):
+            screen.print(Padding(name, (0, 0, 0, indent)), overflow="fold")
+        below = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+        below.add_column(no_wrap=True, style="dim")
+        below.add_column(overflow="fold")
+        for index in labelled:
+            if row[index]:
+                below.add_row(headers[index], row[index])
+        text = Text("  ").join(row[index] for index in bare if row[index])
+        for shown in (below if below.row_count else None, text or None):
+            if shown is not None:
+                screen.print(Padding(shown, (0, 0, 0, indent + 2), expand=False), overflow="fold")
 
 
 def _unfolded(rows: Sequence[Sequence[object]], columns: Sequence[int], right: Sequence[int], indent: int) -> None:
@@ -123,11 +182,19 @@ def visible(text: str, kept: str = "\n\t") -> str:
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
-def line(text: str, style: str = "") -> None:
-    """Print a text literally: brackets are not markup."""
+def line(text: str | Text, style: str = "") -> None:
+    """Print a text literally: brackets are not markup. A terminal's further lines are indented as the first."""
+    from rich.padding import Padding
     from rich.text import Text
 
-    console().print(Text(text, style=style), soft_wrap=not sys.stdout.isatty())
+    made = text if isinstance(text, Text) else Text(text, style=style)
+    if not sys.stdout.isatty():
+        console().print(made, soft_wrap=True)
+        return
+    indent = len(made.plain) - len(made.plain.lstrip(" "))
+    with (screen := console()).capture() as captured:
+        screen.print(Padding(made[indent:], (0, 0, 0, indent), expand=False))
+    click.echo("\n".join(row.rstrip() for row in captured.get().splitlines()))
 
 
 def _is_svg(begins: bytes) -> bool:

@@ -11,6 +11,7 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.format import format_bytes
 from forge_train.base.strict_json import dumps
 from forge_train_tools.configuration.request import Request
+from forge_train_tools.messages import waiting
 
 from . import screen
 from .options import json_option, nproc_option, run_options
@@ -47,13 +48,16 @@ def trace(
     forge trace quickstart --nproc 2 -p fsdp2 --json
     """
     from forge_train_tools.tracing import trace as run
+
+    _check(out, chrome)
+    with waiting(f"training up to step {step} on {nproc} processes" if nproc else f"training up to step {step}"):
+        recorded = run(request, nproc or 1, step=step)
     from forge_train_tools.tracing.analysis import Analysis
     from forge_train_tools.tracing.chrome import events
 
     from .trace_page import page
 
-    _check(out, chrome)
-    found = Analysis(run(request, nproc or 1, step=step))
+    found = Analysis(recorded)
     if out:
         screen.write(out, page(found))
     if chrome:
@@ -93,7 +97,7 @@ def _show(found: Analysis) -> None:
         screen.heading("Collectives of rank 0")
         screen.table(COLUMNS, collectives(found, 0), right=(2, 3, 4))
         screen.heading("Waiting")
-        for text in [one.sentence for one in found.told[:OFTEN]] or ["no rank waited long for another one"]:
+        for text in [one.sentence for one in found.told[:OFTEN]] or ["No rank waited long for another one."]:
             screen.line(f"  {text}")
     for note in remarks(found):
         screen.line(f"  {note}.", "yellow")

@@ -52,7 +52,7 @@ def page(found: Analysis) -> str:
     """The page. Its data is JSON in a script element, and the script beside this module draws it."""
     trace = found.trace
     title = f"Step {trace.step} of {len(trace.ranks)} rank{'s' * (len(trace.ranks) != 1)}, {trace.seconds * 1e3:.1f} ms"
-    waits = [one.sentence for one in found.told] or ["no rank waited long for another one"]
+    waits = [one.sentence for one in found.told] or ["No rank waited long for another one."]
     tables = [
         f"<h3>{escape(rank.name)}</h3>{_table(COLUMNS, collectives(found, rank.rank))}"
         for rank in trace.ranks

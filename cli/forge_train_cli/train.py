@@ -23,9 +23,10 @@ from forge_train_tools.configuration.request import Request
 from forge_train_tools.launching.devices import how_many
 from forge_train_tools.launching.ending import told
 from forge_train_tools.launching.world import here
-from forge_train_tools.messages import show_end, show_progress
+from forge_train_tools.messages import show_end, show_progress, waiting
 from forge_train_tools.sources import fetch, with_configuration
 
+from . import screen
 from .closing import activation, next_commands, resume_command
 from .exporting import check_exportable, export_trained
 from .failures import complain, report
@@ -191,7 +192,9 @@ def _told(launched: Launched, setup: Setup, nproc: int, *, quiet: bool, as_json:
     if as_json:
         _print_result(run, finished.step, finished.loss, finished.outcome)
     elif not quiet:
-        _close(finished, next_commands(finished, setup, nproc), nproc)
+        with waiting("finishing"):  # this process has not imported torch yet
+            commands = next_commands(finished, setup, nproc)
+        _close(finished, commands, nproc)
     return ended.code
 
 
@@ -235,10 +238,17 @@ def _close(finished: Finished, commands: Sequence[tuple[str, str]], nproc: int =
     click.echo(click.style("\nNext", bold=True))
     _first_activate()
     for label, command in commands:
-        click.echo(f"  {click.style(label.ljust(14), dim=True)}  {command}")
+        _propose(label, command)
 
 
 def _first_activate() -> None:
     """Say how the shell finds `forge`, if it does not."""
     if command := activation():
-        click.echo(f"  {click.style('first, once'.ljust(14), dim=True)}  {command}")
+        _propose("first, once", command)
+
+
+def _propose(label: str, command: str) -> None:
+    """Show a command and its purpose; below each other if the terminal is too narrow for both."""
+    beside = sum(map(len, (label.ljust(14), command))) + 4 <= screen.width()
+    between = "  " if beside else "\n    "
+    click.echo(f"  {click.style(label.ljust(14) if beside else label, dim=True)}{between}{command}")

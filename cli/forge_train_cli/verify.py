@@ -11,6 +11,7 @@ from forge_train.base.errors import ForgeError
 from forge_train.base.strict_json import dumps
 from forge_train_kit.format import sparkline
 from forge_train_tools.configuration.request import Request
+from forge_train_tools.messages import waiting
 
 from . import screen
 from .options import json_option, nproc_option, run_options
@@ -42,11 +43,12 @@ def verify(request: Request, nproc: int | None, steps: int, against: str | None,
     forge verify --nproc 4 -p tp -s parallel.tp=2
     forge verify --against precision=bf16        another precision instead of another layout
     """
-    from forge_train_tools.verification import check_sides, verify_request
-
-    check_sides(nproc, against)
     try:
-        verdict = verify_request(request, nproc, steps=steps, against=against)
+        with waiting("starting"):
+            from forge_train_tools.verification import check_sides, verify_request
+
+            check_sides(nproc, against)
+            verdict = verify_request(request, nproc, steps=steps, against=against)
     except ForgeError as error:
         if as_json:
             click.echo(dumps({"agree": False, "checks": [], "error": str(error)}))

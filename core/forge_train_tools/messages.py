@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
+import textwrap
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, ClassVar, TextIO
 
 from forge_train.base.errors import ForgeError, describe
 
@@ -18,16 +22,118 @@ if TYPE_CHECKING:
 
 LOG, PROGRESS = "forge_train", "forge_train.progress"
 RED, YELLOW, BOLD, DIM = 31, 33, 1, 2
+PAUSE = 0.5
+"""Seconds between two drawings of a waiting command's line."""
 
 
 def styled(text: str, code: int, stream: TextIO) -> str:
-    """The text with an ANSI style, if the stream is a terminal."""
-    return f"\x1b[{code}m{text}\x1b[0m" if stream.isatty() else text
+    """The text with an ANSI style, if the stream is a terminal; without colours if NO_COLOR is set."""
+    plain = not stream.isatty() or (code in (RED, YELLOW) and os.environ.get("NO_COLOR"))
+    return text if plain else f"\x1b[{code}m{text}\x1b[0m"
+
+
+def folded(text: str, stream: TextIO) -> str:
+    """The text, on a terminal folded between words; a long word, such as a path, stays whole to be copied."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = [(line, " " * (len(line) - len(line.lstrip()))) for line in text.splitlines()]
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line, indent in lines
+    )
+
+
+def say(text: str) -> None:
+    """Say something that stays on the screen while a command works."""
+    _say(folded(text, sys.stderr), sys.stderr)
 
 
 def _say(text: str, stream: TextIO, end: str = "\n") -> None:
-    stream.write(f"{text}{end}")
-    stream.flush()
+    with _LOCK:
+        for line in _Waiting.shown:
+            line.wipe()
+        stream.write(f"{text}{end}")
+        stream.flush()
+
+
+_LOCK = threading.RLock()
+"""Held by whoever writes on the screen."""
+
+
+class _Waiting(logging.Handler):
+    """The line of a command that works: what it does, which progress replaces, and for how long."""
+
+    shown: ClassVar[list[_Waiting]] = []
+
+    def __init__(self, text: str) -> None:
+        super().__init__(logging.INFO)
+        self.text, self.warnings = text, set[str]()
+        self._began, self._ended, self._drawn = time.monotonic(), threading.Event(), 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+    def begin(self) -> None:
+        _Waiting.shown.append(self)
+        self.draw()  # importing torch keeps the thread waiting for a second or two
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.wipe()
+        _Waiting.shown.remove(self)
+
+    def draw(self) -> None:
+        """Write the line, and leave the cursor at its beginning."""
+        from forge_train_kit.format import format_duration
+
+        seconds = time.monotonic() - self._began
+        line = f"{self.text} … {format_duration(seconds) if seconds >= 1 else ''}".rstrip()
+        shown = line[: shutil.get_terminal_size().columns - 1]
+        with _LOCK:
+            sys.stderr.write(f"{styled(shown.ljust(self._drawn), DIM, sys.stderr)}\r")
+            sys.stderr.flush()
+            self._drawn = len(shown)
+
+    def wipe(self) -> None:
+        with _LOCK:
+            if self._drawn:
+                sys.stderr.write(f"{' ' * self._drawn}\r")
+                sys.stderr.flush()
+            self._drawn = 0
+
+    def _run(self) -> None:
+        while not self._ended.wait(PAUSE):
+            self.draw()
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Show on a terminal that a command works and for how long, until the block ends.
+
+    Args:
+        text: what it does, until progress says more.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    line, log = _Waiting(text), logging.getLogger(PROGRESS)
+    log.addHandler(line)
+    line.begin()
+    try:
+        yield
+    finally:
+        line.end()
+        log.removeHandler(line)
+
+
+def passing(text: str) -> None:
+    """Say what is done now, to whoever is shown the progress."""
+    if (shown := logging.getLogger(PROGRESS)).handlers:
+        shown.info(text, extra={"passing": True})
 
 
 class _Screen(logging.Handler):
@@ -35,7 +141,13 @@ class _Screen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         colour = YELLOW if record.levelno < logging.ERROR else RED
-        text = f"{styled(f'{record.levelname.capitalize()}:', colour, sys.stderr)} {record.getMessage()}"
+        name = f"{record.levelname.capitalize()}:"
+        text = folded(f"{name} {record.getMessage()}", sys.stderr)
+        for line in _Waiting.shown:
+            if text in line.warnings:  # the same model is built again, as by verify
+                return
+            line.warnings.add(text)
+        text = text.replace(name, styled(name, colour, sys.stderr), 1)
         if record.exc_info and record.exc_info[1]:
             text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
         _say(text, sys.stderr)

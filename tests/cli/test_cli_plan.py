@@ -225,7 +225,7 @@ def test_phases_idle_plugins_and_slots(forge: Forge, plugins: None) -> None:
     assert plan["idle"] == ["idle"]
     text = forge("plan", "tiny.toml", *options).out
     assert "1: layers.0.attention" in text
-    assert "idle at this size: idle" in text
+    assert "Idle at this size: idle" in text
     assert "in place of adamw" in text
 
 

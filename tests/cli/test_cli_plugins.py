@@ -76,8 +76,8 @@ def test_list(forge: Forge, distribution: Distribution) -> None:
     assert "theirs_module" not in sys.modules
     text = forge("plugins", "list").out
     assert "What theirs does (a paper).  (their-plugins 1.5)" in text
-    groups = re.split(r"^(?=[a-z])", text, flags=re.MULTILINE)
-    (observers,) = (group.partition("\n\n")[0] for group in groups if group.startswith("observer\n"))
+    groups = re.split(r"^(?=[A-Z])", text, flags=re.MULTILINE)
+    (observers,) = (group.partition("\n\n")[0] for group in groups if group.startswith("Observer\n"))
     assert re.findall(r"^([* ]) (\w+)", observers, re.MULTILINE) == [
         (" ", "aim"), (" ", "capture"), ("*", "console"), (" ", "csv"), (" ", "ema"), (" ", "lm_eval"), ("*", "mfu"),
         (" ", "mlflow"), (" ", "profile"), (" ", "resources"), (" ", "sample"),

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import click
 import pytest
 
 from crossed import crossed
-from forge_command import Forge
+from forge_command import Forge, typed
 from forge_train.mesh.layout import Layout
 from forge_train_cli.curves import Curve, drawing
 from forge_train_cli.screen import WIDEST
@@ -71,23 +66,6 @@ def test_a_long_value_does_not_widen_a_table(forge: Forge) -> None:
     (own,) = [line for line in lines if line.startswith("sample.prompt ")]
     assert long.strip() in own
     assert max(len(line) for line in lines if line is not own) < 3 * WIDEST
-
-
-def typed(*arguments: str, columns: int) -> list[str]:
-    """The lines that a command shows in a terminal."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb"}
-    command = [sys.executable, "-m", "forge_train_cli", *arguments]
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment):
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += os.read(ours, 65536)
-            except OSError:  # the end, on Linux
-                break
-    os.close(ours)
-    return click.unstyle(shown.decode()).replace("\r\n", "\n").splitlines()
 
 
 @pytest.mark.parametrize(("command", "columns"), crossed(["presets", "plugins list", "config show"], [40, 60, 80, 200]))
@@ -162,5 +140,5 @@ def test_the_plan_of_bf16_has_no_float8_and_no_idle_precision(forge: Forge) -> N
     shown = forge("plan", "tiny.toml", "-s", "train.precision=bf16", *sharded).out
     assert "SHARD" in shown
     assert "FLOAT8" not in shown
-    assert "idle at this size" not in shown
+    assert "Idle at this size" not in shown
     assert format_phase("FLOAT8", "fp8") == "FLOAT8"

@@ -39,7 +39,7 @@ def test_who_is_waited_for() -> None:
     found = planted()
     (straggler,) = found.stragglers
     assert (straggler.rank, straggler.behind, straggler.seconds, straggler.module) == (1, 0, 4.0, "slow")
-    assert straggler.sentence == "rank 1 waited 40% of the step for rank 0, in slow (forward)"
+    assert straggler.sentence == "Rank 1 waited 40% of the step for rank 0, in slow (forward)."
     assert [(one.compute, one.communication, one.waiting) for one in found.shares] == [(9, 1, 0), (5, 1, 4)]
 
 

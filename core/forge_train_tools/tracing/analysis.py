@@ -66,9 +66,9 @@ class Straggler:
 
     @property
     def sentence(self) -> str:
-        """`rank 1 waited 38 % of the step for rank 0, in layers.1 (forward)`"""
+        """`Rank 1 waited 38% of the step for rank 0, in layers.1 (forward).`"""
         where = f"in {self.module} ({self.phase})" if self.module else f"outside of all modules ({self.phase})"
-        return f"rank {self.rank} waited {self.share:.0%} of the step for rank {self.behind}, {where}"
+        return f"Rank {self.rank} waited {self.share:.0%} of the step for rank {self.behind}, {where}."
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from forge_train.config import LENGTHS
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup
+from forge_train_kit.format import format_plural
 
 from ..configuration.request import Request, lay, one_process
 from ..configuration.setup import resolve
 from ..facts import ROUNDS
 from ..launching.launch import WorkerCommand, check_alone, launch
+from ..messages import passing
 from .verdict import Check, Offender, Verdict
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Reference:
     @classmethod
     def take(cls, request: Request, steps: int = 5) -> Reference:
         """Take the steps on this process."""
+        passing(f"one process: {format_plural(steps, 'step')}")
         alone = _alone(request)
         recording = _recorded(alone, steps)
         narrow = recording.narrow or _rounds(alone)
@@ -122,6 +125,7 @@ def verify(
         request = dataclasses.replace(request, set=(*request.set, f"train.micro_batch={train.micro_batch}"))
     request = dataclasses.replace(request, set=(*request.set, LOGGED))
     folder = Path(tempfile.mkdtemp(prefix="forge-verify-"))
+    passing(f"{nproc} processes: {format_plural(steps, 'step')}")
     start = start or partial(launched, layout=Layout.of(layout.config.parallel, nproc))
     start(nproc, {"request": dataclasses.asdict(request), "steps": steps, "folder": str(folder)})
     try:
@@ -137,6 +141,7 @@ def _judge(layout: Recording, reference: Reference, folder: Path) -> Verdict:
     from .explain import explain
     from .follow import follow, follow_exactly
 
+    passing("comparing")
     request, exact, left = reference.request, None, None
     if reference.exact:
         left = folder / "exact"
@@ -171,7 +176,10 @@ def verify_against(request: Request, assignment: str, *, steps: int = 5) -> Verd
     if key.startswith("parallel."):
         raise ConfigError(f"--against {assignment!r}: compares on one process; layouts are compared with --nproc.")
     setup, rounding = _alone(request), key != "train.precision"
-    one, other = _recorded(setup, steps), _recorded(_alone(request, f"{key}={value}"), steps, rounding=rounding)
+    passing(f"as configured: {format_plural(steps, 'step')}")
+    one = _recorded(setup, steps)
+    passing(f"with {key}={value}: {format_plural(steps, 'step')}")
+    other = _recorded(_alone(request, f"{key}={value}"), steps, rounding=rounding)
     return compare_settings(one, other, f"{key}={value}", rounded=0.0 if rounding else _rounds(setup))
 
 
