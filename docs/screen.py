@@ -1,16 +1,18 @@
-"""Trains the quickstart and draws its screen into docs/assets/screen.svg, as rich exports it.
+"""Draws what commands show on a terminal into docs/assets, as rich exports it.
 
     python docs/screen.py
 
-The view is that of the `console` plugin at the end of a real run. `tests/docs/test_written.py` compares everything but
-its numbers with what a short run of the same preset shows.
+`screen.svg` is the view of the `console` plugin at the end of a real run of the quickstart; the others are what the
+commands of `SCREENS` print. `tests/docs/test_written.py` compares everything but numbers with what is shown now.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import html
 import io
+import os
 import re
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from rich.text import Text
 
 from forge_train import CheckpointEvent, Evaluation, Finished, Job, LogRecord, Model, Plugin, hookimpl
 from forge_train.engine import train
+from forge_train_cli.app import run
 from forge_train_plugins.observers._console.board import Board
 from forge_train_plugins.observers._console.live import render
 from forge_train_tools.configuration.request import Request
@@ -29,6 +32,14 @@ from forge_train_tools.configuration.setup import resolve
 TARGET = Path(__file__).parent / "assets" / "screen.svg"
 COLUMNS = 92
 PRESET = "quickstart"
+SMALL = "-s decoder.dim=64 -s decoder.layers=2"
+SCREENS = {
+    "mistake": "forge train -s train.stepz=3 -s adamw.lr=fast",
+    "plan": "forge plan --world 4 -p tp -s parallel.tp=2",
+    "verify": f"forge verify --nproc 2 --steps 2 {SMALL}",
+    "check": "forge plugins check lion",
+}
+"""Other pictures: name → command."""
 
 
 class Camera(Plugin):
@@ -94,6 +105,36 @@ def picture(*settings: str) -> str:
     return camera.picture
 
 
+class _Terminal(io.StringIO):
+    """A stream that calls itself a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shot(name: str) -> str:
+    """The picture of a command of `SCREENS`."""
+    command, shown = SCREENS[name], _Terminal()
+    look = {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color", "COLORTERM": "truecolor", "NO_COLOR": ""}
+    before = dict(os.environ)
+    os.environ |= look
+    try:
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+            run(command.split()[1:])
+    finally:
+        os.environ.clear()
+        os.environ |= before
+    terminal = Terminal(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False)
+    terminal.print(Text.assemble(("$ ", "dim"), (command, "bold")))
+    terminal.print(Text.from_ansi(shown.getvalue().rstrip()))
+    return terminal.export_svg(title=" ".join(command.split()[:2]), unique_id=f"forge-{name}")
+
+
+def target(name: str) -> Path:
+    """Where it is kept."""
+    return TARGET.with_name(f"screen-{name}.svg")
+
+
 def words(svg: str) -> str:
     """What can be read in a picture."""
     return " ".join(html.unescape(re.sub(r"<style.*?</style>|<[^>]+>", " ", svg, flags=re.DOTALL)).split())
@@ -104,7 +145,15 @@ def main() -> int:
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_text(picture(*sys.argv[1:]), encoding="utf-8")
     print(TARGET)
+    shots()
     return 0
+
+
+def shots() -> None:
+    """Draw the commands of `SCREENS`."""
+    for name in SCREENS:
+        target(name).write_text(shot(name), encoding="utf-8")
+        print(target(name))
 
 
 if __name__ == "__main__":

@@ -122,6 +122,7 @@ def main() -> int:
             page.write_text(transcripts.written(name, page.read_text(encoding="utf-8")), encoding="utf-8")
             print(page.relative_to(DOCS.parent))
         screen.TARGET.write_text(screen.picture(), encoding="utf-8")
+        screen.shots()
         pictures.main()
         viewer.main()
     return 1 if pages and check else 0

@@ -32,3 +32,19 @@ def typed(page: str) -> list[list[str]]:
     """The words after `forge` of each command on a how-to page."""
     lines = [line.removeprefix("$ ") for block in blocks(page, "console") for line in block.splitlines()]
     return [shlex.split(line)[1:] for line in lines if line.startswith("forge ")]
+
+
+def parse(line: str) -> None:
+    """Parse a command line; it fails for an option or a command that does not exist."""
+    from click import Context, Group
+
+    from forge_train_cli.app import forge
+
+    words = shlex.split(line, comments=True)[1:]
+    command, context = forge, Context(forge)
+    while isinstance(command, Group):
+        name, *words = words
+        found = command.get_command(context, name)
+        assert found is not None, name
+        command = found
+    command.make_context(line, words)

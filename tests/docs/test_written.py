@@ -15,6 +15,7 @@ import pytest
 
 from crossed import marked
 from forge_cli import forge
+from pages import parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,6 +89,13 @@ def test_the_picture_shows_what_the_preset_shows_now() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", screen.SCREENS)
+def test_pictures_of_commands_show_what_they_print_now(name: str) -> None:
+    kept = screen.target(name).read_text(encoding="utf-8")
+    assert matching.masked(screen.words(screen.shot(name))) == matching.masked(screen.words(kept))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", marked(pictures.SCHEDULES, ("interleaved_1f1b", "zbv")))
 def test_timelines_are_those_that_the_command_draws_now(schedule: str) -> None:
     assert pictures.target(schedule).read_text(encoding="utf-8") == pictures.picture(schedule)
@@ -106,18 +114,7 @@ COMMANDS = sorted(
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_every_command_has_the_options_that_it_is_shown_with(page: str, line: str) -> None:
-    from click import Context, Group
-
-    from forge_train_cli.app import forge
-
-    words = shlex.split(line, comments=True)[1:]
-    command, context = forge, Context(forge)
-    while isinstance(command, Group):
-        name, *words = words
-        found = command.get_command(context, name)
-        assert found is not None, name
-        command = found
-    command.make_context(line, words)
+    parse(line)
 
 
 def test_the_slurm_script_is_the_one_that_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
