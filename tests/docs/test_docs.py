@@ -240,6 +240,19 @@ def test_the_page_for_agents_is_short_and_names_what_is_there() -> None:
     assert codes.findall(text) == codes.findall(known)
 
 
+def test_the_first_page_has_three_to_five_steps_for_each_kind_of_reader() -> None:
+    parts = page("index.md").partition("## Where to start")[2].partition("\n## ")[0].split("### ")[1:]
+    assert [part.partition("\n")[0] for part in parts] == [
+        "I have a model and data",
+        "I write a paper's idea as a plugin",
+        "I run a cluster",
+        "I teach",
+    ]
+    for part in parts:
+        steps = re.findall(r"^\d\. .*\]\([\w/.#-]+\)", part, re.MULTILINE)
+        assert 3 <= len(steps) <= 5, part
+
+
 def test_how_to_pages_are_in_four_groups() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("  - How to:\n")[2]
     groups = re.findall(r"^      - (\w+):$", nav.partition("\n  - ")[0], re.MULTILINE)
