@@ -115,10 +115,8 @@ def about(findings: Findings) -> Iterator[tuple[str, str]]:
     for side in ("train", "validation"):
         if side in facts:
             one = facts[side]
-            yield (
-                side,
-                f"{one['documents']:,} documents, {one['tokens']:,} tokens in {format_plural(one['shards'], 'shard')}",
-            )
+            documents, shards = format_plural(one["documents"], "document"), format_plural(one["shards"], "shard")
+            yield side, f"{documents}, {one['tokens']:,} tokens in {shards}"
     if findings.kind != "prepared":
         yield "documents", f"{findings.documents:,}"
         yield "tokens", f"{findings.tokens:,}"
