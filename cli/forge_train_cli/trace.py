@@ -50,7 +50,8 @@ def trace(
     from forge_train_tools.tracing import trace as run
 
     _check(out, chrome)
-    with waiting(f"training up to step {step} on {nproc} processes" if nproc else f"training up to step {step}"):
+    until = f"step {step}" if step else "the step that is shown"
+    with waiting(f"training up to {until} on {nproc} processes" if nproc else f"training up to {until}"):
         recorded = run(request, nproc or 1, step=step)
     from forge_train_tools.tracing.analysis import Analysis
     from forge_train_tools.tracing.chrome import events
