@@ -101,7 +101,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 JOB = json.loads({told})
 FINAL = (0, 2, 3, {interrupted})
 APART = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
-"""Ray kills the children of an actor that ends; theirs see the end of stdin, save and stop."""
+"""Ray kills an actor's children and process group with it; others see the end of stdin, save and stop."""
 
 
 @ray.remote
@@ -118,6 +118,7 @@ class Node:
             cwd=JOB["folder"],
             env={{**os.environ, **JOB["environment"], **own}},
             stdin=subprocess.PIPE,
+            start_new_session=True,
         )
         return started.wait()
 
