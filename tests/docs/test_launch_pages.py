@@ -47,7 +47,7 @@ def test_a_command(page: str, command: str, tmp_path: Path, monkeypatch: pytest.
 def test_the_launcher_of_the_page(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", TEXTS["launchers"], re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"__name__": "my_package"}
-    exec(code, names)
+    exec(compile(code, "launchers.md", "exec", dont_inherit=True), names)
     made = names["Ours"](names["OursOptions"](project="llm"))
     job = ClusterJob("mine", Machines(), ("train",), tmp_path, tmp_path)
     assert made.files(job)["mine.ours"].startswith("# Written by forge launch ours.\n")
