@@ -147,9 +147,9 @@ def report(found: dict[str, Any]) -> str:
 
 `python benchmarks/viewer.py`, on {len(os.sched_getaffinity(0))} shared cores with a load of {os.getloadavg()[0]:.0f}.
 Drawing is the least of {STARTS} starts of headless Chromium without a GPU, from the request for the page until the
-pixels of all its canvases are there; other work on the cores makes it longer. Reading happens once,
-when the page is written, and is timed apart:
-{found["files"]} files are read, and each stands for {RUNS // found["files"]} of the runs on the page.
+pixels of all its canvases are there; other work on the cores makes it longer. Reading happens once, when the page is
+written, and is timed apart: {found["files"]} files are read, and each stands for {RUNS // found["files"]} of the runs
+on the page.
 
 | | measured | limit |
 |---|---|---|

@@ -172,6 +172,20 @@ def test_newer_data_leaves_the_view() -> None:
     assert {"Infinity", "NaN"}.isdisjoint(str(one) for one in lines(whole))
 
 
+def test_many_curves_are_thin_and_solid_but_the_one_that_is_picked() -> None:
+    looks = [{"name": f"run {at}", "colour": "#111", "dash": [7, 3]} for at in range(29)]
+    losses = [curve([float(at), at + 1.0], at) for at in range(29)]
+    some, many = ({**data(), "runs": looks[:n], "metrics": {"loss": losses[:n]}, "events": []} for n in (28, 29))
+
+    def dashes(result: dict[str, Any]) -> list[list[int]]:
+        return [one[1] for one in result["drawn"] if one[0] == "setLineDash"][::2]
+
+    assert dashes(act(shown=some)[0]) == [[7, 3]] * 28
+    plain, picked = act(key("n"), shown=many)
+    assert dashes(plain) == [[]] * 29
+    assert dashes(picked) == [[]] * 28 + [[7, 3]]
+
+
 @pytest.mark.parametrize("runs", [0, 1])
 def test_a_run_without_metrics(runs: int) -> None:
     given = data(metrics={}, shown=[], events=[], runs=data()["runs"][:runs])
