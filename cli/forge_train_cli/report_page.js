@@ -84,16 +84,19 @@ function whole() {
 
 // -- drawing ---------------------------------------------------------------------------------------------
 
+// An exponential moving average there and back, which lags in neither direction.
 function smoothed(curve, range) {
-  const at = placed(curve, "at"), tau = ((range[1] - range[0]) * state.smooth) / 500, found = new Float64Array(at.length);
-  let mean = NaN, last = NaN;
-  for (let index = 0; index < at.length; index += 1) {
-    const value = curve.mean[index];
-    if (Number.isFinite(value)) {
-      mean = Number.isFinite(mean) ? mean + (value - mean) * (1 - Math.exp(-Math.max(at[index] - last, 0) / tau)) : value;
-      last = at[index];
+  const at = placed(curve, "at"), tau = ((range[1] - range[0]) * state.smooth) / 1000, found = Float64Array.from(curve.mean);
+  for (const back of [false, true]) {
+    let mean = NaN, last = NaN;
+    for (let count = 0; count < at.length; count += 1) {
+      const index = back ? at.length - 1 - count : count, value = found[index];
+      if (Number.isFinite(value) && Number.isFinite(at[index])) {
+        mean = Number.isFinite(mean) ? mean + (value - mean) * (1 - Math.exp(-Math.abs(at[index] - last) / tau)) : value;
+        last = at[index];
+      }
+      found[index] = mean;
     }
-    found[index] = mean;
   }
   return found;
 }

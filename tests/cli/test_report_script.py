@@ -161,6 +161,16 @@ def test_axes_smoothing_and_runs_are_kept_in_the_address() -> None:
     assert view(act(hash="#nonsense")[0])["m"] == {"loss": 0}
 
 
+def test_a_smoothed_curve_lags_in_no_direction() -> None:
+    rise = [curve([0.0] * 50 + [1.0] * 50, 0)]
+    *_, last = act(("smooth", "input", {"value": "60"}), shown=data(metrics={"loss": rise}, events=[]))
+    drawn = lines(last)[-100:]
+    middle = sum(drawn[at][1] for at in (49, 50)) / 2
+    assert middle == pytest.approx((drawn[0][1] + drawn[-1][1]) / 2, abs=2.5)
+    assert drawn[40][1] - middle == pytest.approx(middle - drawn[59][1], abs=5)
+    assert drawn[49][1] - drawn[50][1] < 20, "the step is a slope"
+
+
 def test_newer_data_leaves_the_view() -> None:
     newer = data()
     newer["metrics"]["loss"] = [curve([3.0] * 300, 0), curve([4.0] * 300, 1)]
