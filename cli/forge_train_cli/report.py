@@ -9,6 +9,8 @@ from pathlib import Path
 import click
 
 from forge_train.base.errors import ConfigError
+from forge_train.base.format import format_bytes
+from forge_train_tools.reporting.metrics import LARGE, METRICS_FILE
 from forge_train_tools.reporting.runs import ReportedRun, reported
 from forge_train_tools.run_folder import open_run, runs_in
 
@@ -40,6 +42,8 @@ def report(names: tuple[str, ...], output: str, follow: bool, run_dir: str) -> N
     folders = [open_run(name, Path(run_dir)) for name in dict.fromkeys(names)] if names else runs_in(Path(run_dir))
     if not folders:
         raise ConfigError(f"No runs in {run_dir}. Start one with: forge train")
+    if (size := sum(file.stat().st_size for one in folders if (file := one.path / METRICS_FILE).is_file())) > LARGE:
+        click.echo(f"Reading {format_bytes(size)} of metrics.", err=True)
     runs, problems = reported(folders)
     if problems and not runs:
         raise problems[0]

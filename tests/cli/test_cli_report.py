@@ -99,7 +99,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_one_run_and_several(forge: Forge, folder: Path, first: Path) -> None:
+def test_one_run_and_several(forge: Forge, folder: Path, first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forge("runs", "report", "first")
     alone = check((folder / "report.html").read_text(encoding="utf-8"))
     assert alone.data["shown"] == ["loss", "held out loss", "grad_norm", "tokens_per_second", "lr"]
@@ -115,7 +115,8 @@ def test_one_run_and_several(forge: Forge, folder: Path, first: Path) -> None:
     assert [run["name"] for run in both.data["runs"]] == ["first", "lion"]
     assert len({run["colour"] for run in both.data["runs"]}) == 2
     assert len(both.data["metrics"]["loss"]) == 2
-    forge("runs", "report", "-o", "all.html")
+    monkeypatch.setattr(report, "LARGE", 0)
+    assert re.fullmatch(r"Reading [\d.]+ (KiB|B) of metrics\.\n", forge("runs", "report", "-o", "all.html").err)
     every = check((folder / "all.html").read_text(encoding="utf-8"))
     assert [run["name"] for run in every.data["runs"]] == ["lion", "first"]
 

@@ -21,6 +21,8 @@ from forge_train.run.records import METRICS, METRICS_VERSION, read
 
 from .curves import Array, Curve
 
+METRICS_FILE = "metrics.jsonl"
+"""Of a run's folder."""
 LINES = 1 << 14
 """Lines that are parsed at once."""
 LARGE = 64 << 20

@@ -13,7 +13,7 @@ from forge_train.base.errors import ConfigError
 
 from ..run_folder import RunFolder
 from .curves import Curve
-from .metrics import Metrics, read_all
+from .metrics import METRICS_FILE, Metrics, read_all
 
 POINTS = 40_000
 """The most points of a metric on a page, of all runs together, as long as each has `FEWEST`."""
@@ -94,7 +94,7 @@ def reported(folders: Sequence[RunFolder]) -> tuple[list[ReportedRun], list[Conf
     """
     runs: list[ReportedRun] = []
     problems: list[ConfigError] = []
-    read = read_all([folder.path / "metrics.jsonl" for folder in folders], buckets_of(len(folders)))
+    read = read_all([folder.path / METRICS_FILE for folder in folders], buckets_of(len(folders)))
     for folder, metrics in zip(folders, read, strict=True):
         if isinstance(metrics, ConfigError):
             problems.append(metrics)
