@@ -133,6 +133,8 @@ def test_a_file_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (line(3, lr="high"), "line 2: 'lr' is a text"),
         (line(3, version=99), "was written by a newer forge"),
         ("[]", "line 2: it is a list"),
+        ("[" * 5000, "line 2: it is nested too deeply"),
+        (line(3, tokens=10**400), "line 2: 'tokens' is too large"),
         (line(3) + "," + line(4), "line 2: "),
     ],
 )
@@ -142,6 +144,14 @@ def test_a_damaged_line_is_named(tmp_path: Path, damaged: str, says: str) -> Non
     with pytest.raises(ConfigError, match="metrics.jsonl") as caught:
         Metrics(file, LIMIT).read()
     assert says in str(caught.value)
+
+
+def test_a_plugins_number_may_have_any_size(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    write(file, line(1, mine=10**400), line(2, mine=7))
+    metrics = Metrics(file, LIMIT)
+    metrics.read()
+    assert np.isnan(metrics.curves["mine"].points()[1]).tolist() == [True, False]
 
 
 def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

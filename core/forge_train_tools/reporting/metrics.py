@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.strict_json import NOT_FINITE, check_text, loads
+from forge_train.base.strict_json import COUNT, NOT_FINITE, check_text, loads
 from forge_train.run.records import METRICS, METRICS_VERSION, read
 
 from .curves import Array, Curve
@@ -144,12 +144,15 @@ def _parsed(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], dict[str, Seq
         raise ValueError("there is more than one value in a line")
     columns = _columns(rows)
     shapes = dict.fromkeys(METRICS, _NUMBERS) | {"step": {int}, "loss": {int, float}}
-    if not all(set(map(type, columns.get(key, (None,)))) <= kinds for key, kinds in shapes.items() if rows):
-        raise ValueError("a value is of another kind")
-    versions = filter(None, columns.get("version", ()))
-    if rows and not (min(columns["step"]) >= 0 and max(columns["step"]) < 2**63):
-        raise ValueError("a step is out of range")
-    if max(versions, default=0) > METRICS_VERSION:
+    for key, kinds in shapes.items() if rows else ():
+        values = columns.get(key, (None,))
+        if not (found := set(map(type, values))) <= kinds:
+            raise ValueError(f"a {key} is of another kind")
+        if int in found and max(abs(value) for value in values if type(value) is int) >= COUNT.stop:
+            raise ValueError(f"a {key} is too large")
+    if rows and min(columns["step"]) < 0:
+        raise ValueError("a step is negative")
+    if max(filter(None, columns.get("version", ())), default=0) > METRICS_VERSION:
         raise ValueError("a line is of a newer version")
     return rows, columns
 
