@@ -121,6 +121,10 @@ def test_a_file_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert steps_of(metrics, "loss") == [2, 4]
     assert math.isnan(metrics.curves["loss"].points()[1][1])
     assert math.isnan(metrics.seconds)
+    write(new, *(line(step) for step in (1, 3, 5, 7)))
+    new.replace(file)
+    assert metrics.read()
+    assert steps_of(metrics, "loss") == [1, 3, 5, 7], "another file, though it is longer"
 
 
 @pytest.mark.parametrize(
