@@ -44,9 +44,9 @@ def step(run: Path, number: int, assignments: tuple[str, ...], as_json: bool) ->
     forge debug step runs/first 412 --json > step.json
     forge debug step runs/first 412 -s train.micro_batch=1      less memory
     """
-    from forge_train_tools.offline.replay import replay
-
     with waiting(f"repeating {run} up to step {number}"):
+        from forge_train_tools.offline.replay import replay
+
         found = replay(run, number, settings=assignments)
     if as_json:
         click.echo(dumps(dataclasses.asdict(found)))

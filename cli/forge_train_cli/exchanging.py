@@ -115,8 +115,9 @@ def import_(
     SOURCE may also be a folder of torch.distributed.checkpoint (DCP), such as a checkpoint of torchtitan or of an older
     Forge. torch reads its pickles, with weights_only; no option but --json applies.
     """
-    from forge_train_tools.offline.dcp import import_dcp, is_dcp
-    from forge_train_tools.offline.hf_import import import_checkpoint
+    with waiting(f"importing {source}"):
+        from forge_train_tools.offline.dcp import import_dcp, is_dcp
+        from forge_train_tools.offline.hf_import import import_checkpoint
 
     if is_dcp(source):
         if any((plugins, without, assignments, dtype, allow_missing, allow_extra, nproc)):
@@ -178,12 +179,13 @@ def export(
             done = export_dcp(path, out)
         _say(done, as_json)
         return
-    from forge_train.checkpoint import checkpoint
-    from forge_train.run.run import is_run
-    from forge_train_kit.artifacts import Recorder
-    from forge_train_tools.offline.adapters import export_adapter
-    from forge_train_tools.offline.huggingface import export_checkpoint
-    from forge_train_tools.offline.opening import run_folder
+    with waiting(f"exporting {path}"):
+        from forge_train.checkpoint import checkpoint
+        from forge_train.run.run import is_run
+        from forge_train_kit.artifacts import Recorder
+        from forge_train_tools.offline.adapters import export_adapter
+        from forge_train_tools.offline.huggingface import export_checkpoint
+        from forge_train_tools.offline.opening import run_folder
 
     if adapter and (dtype is not None or nproc is not None):
         raise click.UsageError("--adapter writes the added parameters as they are: --dtype and --nproc don't apply.")
@@ -237,9 +239,9 @@ def convert(
     forge checkpoint convert Llama-3.2-1B as-mistral --architecture MistralForCausalLM
     forge checkpoint convert theirs ours --map ./layout.py:MAP
     """
-    from forge_train_tools.offline.convert import convert_folder
-
     with waiting(f"converting {source}"):
+        from forge_train_tools.offline.convert import convert_folder
+
         done = convert_folder(
             source,
             out,

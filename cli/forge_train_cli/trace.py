@@ -47,11 +47,11 @@ def trace(
     forge trace quickstart --nproc 2 -p tp -s parallel.tp=2 --chrome trace.json
     forge trace quickstart --nproc 2 -p fsdp2 --json
     """
-    from forge_train_tools.tracing import trace as run
-
     _check(out, chrome)
     until = f"step {step}" if step else "the step that is shown"
     with waiting(f"training up to {until} on {nproc} processes" if nproc else f"training up to {until}"):
+        from forge_train_tools.tracing import trace as run
+
         recorded = run(request, nproc or 1, step=step)
     from forge_train_tools.tracing.analysis import Analysis
     from forge_train_tools.tracing.chrome import events
