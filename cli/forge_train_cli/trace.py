@@ -19,6 +19,7 @@ from .options import json_option, nproc_option, run_options
 if TYPE_CHECKING:
     from forge_train_tools.tracing.analysis import Analysis
 
+CALM = "No rank waited long for another one"
 OFTEN = 8
 """Sentences about waits that are shown."""
 
@@ -98,7 +99,7 @@ def _show(found: Analysis) -> None:
         screen.heading("Collectives of rank 0")
         screen.table(COLUMNS, collectives(found, 0), right=(2, 3, 4))
         screen.heading("Waiting")
-        for text in [one.sentence for one in found.told[:OFTEN]] or ["No rank waited long for another one."]:
+        for text in [one.sentence for one in found.told[:OFTEN]] or [CALM]:
             screen.line(f"  {text}")
     for note in remarks(found):
         screen.line(f"  {note}.", "yellow")

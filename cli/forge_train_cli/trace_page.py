@@ -11,7 +11,7 @@ from forge_train import __version__
 from forge_train.base.strict_json import dumps
 
 from . import screen
-from .trace import COLUMNS, collectives, remarks, shares
+from .trace import CALM, COLUMNS, collectives, remarks, shares
 
 if TYPE_CHECKING:
     from forge_train_tools.tracing.analysis import Analysis
@@ -52,7 +52,7 @@ def page(found: Analysis) -> str:
     """The page. Its data is JSON in a script element, and the script beside this module draws it."""
     trace = found.trace
     title = f"Step {trace.step} of {len(trace.ranks)} rank{'s' * (len(trace.ranks) != 1)}, {trace.seconds * 1e3:.1f} ms"
-    waits = [one.sentence for one in found.told] or ["No rank waited long for another one."]
+    waits = [one.sentence for one in found.told] or [CALM]
     tables = [
         f"<h3>{escape(rank.name)}</h3>{_table(COLUMNS, collectives(found, rank.rank))}"
         for rank in trace.ranks

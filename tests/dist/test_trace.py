@@ -85,6 +85,26 @@ def test_experts(ranks: Pool, tmp_path: Path) -> None:
     assert {(one.axis, one.plugin) for pair in rows for one in pair} == {("dp_shard", "alltoall")}
 
 
+def test_slices_of_the_sequence(ranks: Pool, tmp_path: Path) -> None:
+    """Weights are sharded over cp too, by another plugin than the one that splits the sequence."""
+    found, trace = traced(ranks, tmp_path, ("cp",), {"parallel.cp": 2})
+    for rank in range(WORLD):
+        assert sum(one.bytes for one in of(trace, rank, "reduce_scatter", "fsdp2")) == gathered(found[0]["shapes"])
+        keys_and_values = of(trace, rank, "all_gather", "cp", "forward")
+        assert [one.bytes for one in keys_and_values if one.dtype == "float32"] == [HIDDEN] * (4 // MICRO * LAYERS)
+        assert {one.axis for one in trace.ranks[rank].calls} == {"cp"}
+
+
+def test_whole_matrices_for_the_optimizer(ranks: Pool, tmp_path: Path) -> None:
+    """Shards of hidden matrices go to the rank that orthogonalises them, and back, in bf16."""
+    found, trace = traced(ranks, tmp_path, ("fsdp2", "muon"), {})
+    hidden = [math.prod(shape) for shape in found[0]["shapes"].values() if len(shape) == 2 and shape[0] % DIM == 0]
+    tables = sum(math.prod(found[0]["shapes"][f"{name}.weight"]) for name in ("embedding", "head"))
+    for rank in range(WORLD):
+        calls = of(trace, rank, "all_to_all", "muon", "update")
+        assert sum(one.bytes for one in calls) == 2 * 2 * (sum(hidden) - tables) // WORLD
+
+
 def test_stages(ranks: Pool, tmp_path: Path) -> None:
     _, trace = traced(ranks, tmp_path, ("pp",), {"parallel.pp": 2})
     micro_batches = 4 // MICRO
@@ -93,6 +113,7 @@ def test_stages(ranks: Pool, tmp_path: Path) -> None:
     for calls in (*sent, *received):
         assert [one.bytes for one in calls if one.shape[-1:] == [DIM]] == [HIDDEN] * micro_batches
     assert {tuple(one.ranks) for one in sent[0]} == {(0, 1)}
+    assert [{one.phase for one in calls} for calls in sent] == [{"forward"}, {"backward"}]
     assert {one.key: one.bytes for one in sent[0]} == {one.key: one.bytes for one in received[1]}
     assert {one.key: one.bytes for one in sent[1]} == {one.key: one.bytes for one in received[0]}
 

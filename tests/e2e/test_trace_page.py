@@ -27,5 +27,11 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (1, "recv"),
     }
     assert found["step"] == 2
+    call = next(one for one in found["calls"] if one["rank"] == 1 and one["kind"] == "recv")
+    assert (call["ranks"], call["axis"], call["places"][0].partition(":")[0]) == (
+        [0, 1],
+        "pp",
+        "forge_train_plugins/parallel/_pp/channel.py",
+    )
     assert json.loads(Path("trace.json").read_text())["traceEvents"]
     assert {file.name for file in tmp_path.iterdir()} == {"cache", "trace.html", "tp.html", "trace.json"}

@@ -196,7 +196,7 @@ class Analysis:
         return [one for one in reversed(legs) if one.end > one.start]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that `forge trace` knows, without the single calls and segments."""
+        """Everything that `forge trace` knows, without the segments."""
         return {
             "step": self.trace.step,
             "seconds": self.trace.seconds,
@@ -208,6 +208,11 @@ class Analysis:
             ],
             "collectives": [vars(one) for one in self.sums],
             "stragglers": [{**vars(one), "sentence": one.sentence} for one in self.stragglers],
+            "calls": [
+                {"rank": rank.rank, **{key: value for key, value in vars(call).items() if key != "waits"}}
+                for rank in self.trace.ranks
+                for call in rank.calls
+            ],
             "critical_path": [vars(one) for one in self.path],
             "notes": list(dict.fromkeys(note for one in self.trace.ranks for note in one.notes)),
         }  # fmt: skip

@@ -84,7 +84,7 @@ class Steps(Watcher):
             result = self.take()
             modules.begin("")
             end = time.perf_counter()
-        notes = [f"{name}: is compiled, and is not looked into" for name in modules.uncut]
+        notes = [f"Module {name} is compiled, and is not looked into" for name in modules.uncut]
         found = RankTrace(
             rank=dist.rank,
             name=f"rank {dist.rank}{in_words(coordinates(dist.layout, dist.rank))}",
@@ -101,7 +101,7 @@ class Steps(Watcher):
         return found
 
     def on_micro_batch(self, micro: MicroBatch) -> None:
-        self.modules.begin("forward")
+        self.modules.begin("forward" if micro.direction in ("both", "forward") else "backward")
 
     def on_backward(self, update: Update) -> Update:
         self.modules.begin("update")

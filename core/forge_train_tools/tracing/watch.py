@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -17,6 +17,7 @@ from torch import ScriptObject, Tensor
 from torch._C import DispatchKey
 from torch.library import Library
 
+from forge_train.contract.transform import Phase
 from forge_train.plugin.calls import at_home
 from forge_train.plugin.job import Job
 
@@ -38,6 +39,8 @@ PLACES = 3
 """Places of a call that are kept."""
 Frame = tuple[str, str, int, str]
 """File, module, line and function."""
+SHARDING = "torch.distributed.fsdp"
+"""Package of torch that gathers and reduces weights, over groups that may be any axes'."""
 WAIT = "wait"
 RECEIVES = {"recv_": "recv", "recv_any_source_": "recv"}
 SEEN = {"_c10d_functional": (*FUNCTIONAL, "wait_tensor"), "c10d": (*IN_PLACE, *RECEIVES)}
@@ -54,12 +57,13 @@ class Calls:
     Args:
         job: the run.
         modules: knows which module the rank works for.
-        owners: axis → the plugin that made it real.
+        owners: axis, or `SHARDING` → the plugin that made it real.
     """
 
     def __init__(self, job: Job, modules: Modules, owners: Mapping[str, str]) -> None:
         self.found: list[Call] = []
         self._job, self._modules, self._owners = job, modules, owners
+        self._optimizer = next(iter(job.hooks.acting("optimizer")), "")
         self._names = Names(job.dist)
         self._libraries: list[Any] = []
         self._within = False  # a functional collective, which calls one in place
@@ -67,7 +71,7 @@ class Calls:
         self._works: dict[int, tuple[Any, Call]] = {}  # the work stays alive, or its id would be another's
         self._storages: dict[int, Call] = {}
         self._own: dict[str, bool] = {}
-        self._frames_of: list[tuple[list[Frame], bool]] = []
+        self._frames_of: list[tuple[list[Frame], str]] = []
         self._homes: dict[str, str] = {}
 
     def __enter__(self) -> Calls:
@@ -117,7 +121,7 @@ class Calls:
             self._within = False
 
     def _call(self, kind: str, func: Any, keys: Any, args: Any, kwargs: Any, *, functional: bool) -> Any:
-        frames, direct = self._frames(sys._getframe(1))
+        frames, via = self._frames(sys._getframe(1))
         module, phase = self._modules.now
         began = time.perf_counter()
         out = func.redispatch(keys, *args, **kwargs)
@@ -155,7 +159,7 @@ class Calls:
         )
         self._numbers[key] += 1
         self.found.append(call)
-        self._frames_of.append((frames, direct))
+        self._frames_of.append((frames, via))
         self._expect(call, out, functional=functional)
         return out
 
@@ -170,10 +174,10 @@ class Calls:
                 work = dist.Work.unbox(one)
                 self._works[id(work)] = (work, call)
 
-    def _frames(self, frame: FrameType | None) -> tuple[list[Frame], bool]:
-        """The innermost frames of own code, and whether that calls the collective itself. Names are found later."""
+    def _frames(self, frame: FrameType | None) -> tuple[list[Frame], str]:
+        """The innermost frames of own code, and the module of torch through which they call. Names are found later."""
         found: list[Frame] = []
-        direct = True
+        via = ""
         while frame is not None and len(found) < PLACES:
             file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
             own = self._own.get(file)
@@ -182,16 +186,16 @@ class Calls:
             if own:
                 found.append((file, module, frame.f_lineno, frame.f_code.co_name))
             elif not found and not module.startswith((*BETWEEN, __package__ or "-")):
-                direct = False
+                via = via or module
             frame = frame.f_back
-        return found, direct
+        return found, via
 
     def _name(self) -> None:
         """Say axes, plugins and places of all calls. While the step lasts, that would take a share of it."""
-        for call, (frames, direct) in zip(self.found, self._frames_of, strict=True):
+        for call, (frames, via) in zip(self.found, self._frames_of, strict=True):
             call.axis = self._names.of(call.group)
             call.places = [f"{_short(file, module)}:{line}, in {name}" for file, module, line, name in frames]
-            call.plugin = self._who(self._home(frames[0][1]) if frames else "", call.axis, direct=direct)
+            call.plugin = self._who(self._home(frames[0][1]) if frames else "", call, via)
 
     def _home(self, module: str) -> str:
         if module not in self._homes:
@@ -200,17 +204,26 @@ class Calls:
             self._homes[module] = own or " or ".join(dict.fromkeys(names))
         return self._homes[module]
 
-    def _who(self, whose: str, axis: str, *, direct: bool) -> str:
+    def _who(self, whose: str, call: Call, via: str) -> str:
         """The plugin that a call is due to. Many collectives of a layout are called by torch, from the model's lines:
-        they are due to whoever made their axis real."""
-        if whose and (direct or whose == KERNEL):
+        they are due to whoever shards, or made their axis real. Those of a shared library are the optimizer's, if it
+        is at work."""
+        if via.startswith(SHARDING) and SHARDING in self._owners:
+            return self._owners[SHARDING]
+        if whose and (not via or whose == KERNEL):
             return whose
-        return next((self._owners[one] for one in axis.split(" × ") if one in self._owners), whose or KERNEL)
+        if not whose and call.phase == "update":
+            return self._optimizer or KERNEL
+        return next((self._owners[one] for one in call.axis.split(" × ") if one in self._owners), whose or KERNEL)
 
 
-def owners(transforms: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Axis → the plugin whose transform covers it."""
-    return {axis: plugin for plugin, transform in transforms for axis in transform.covers}
+def owners(transforms: Sequence[tuple[str, Any]]) -> dict[str, str]:
+    """Axis → the plugin whose transform covers it; `SHARDING` → the plugin that shards."""
+    found = {axis: plugin for plugin, transform in transforms for axis in transform.covers}
+    for plugin, transform in transforms:
+        if transform.phase is Phase.SHARD:
+            found[SHARDING] = plugin
+    return found
 
 
 def _kind(func: Any) -> tuple[str, bool]:
