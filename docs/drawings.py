@@ -240,6 +240,73 @@ def together() -> str:
     )
 
 
+def muon() -> str:
+    """Two matrices in a step of Muon."""
+    return drawing(
+        "Two matrices in a step of Muon on two ranks",
+        2,
+        [
+            holds("matrix A", LOW, HIGH),
+            holds("matrix B", LOW, HIGH),
+            across("all-to-all"),
+            Column(96, [("matrix A", "frame"), ("matrix B", "frame")], filled=[ALL, ALL]),
+            works("orthogonalize A", "orthogonalize B", width=120),
+            across("all-to-all"),
+            holds("update of A", LOW, HIGH),
+            holds("update of B", LOW, HIGH),
+        ],
+    )
+
+
+def checkpoints() -> str:
+    """A checkpoint that two ranks save, and other layouts read."""
+    return drawing(
+        "A weight that two ranks save by rows, and two others load by columns",
+        2,
+        [
+            holds("rows of o", LOW, HIGH),
+            works("save", "save", width=60),
+            Column(190, [("rank-00000: o[0:16, 0:32]", "frame"), ("rank-00001: o[16:32, 0:32]", "frame")]),
+            works("read what\noverlaps", "read what\noverlaps", width=90),
+            holds("columns of o", LOW, HIGH, width=110),
+        ],
+    )
+
+
+def balance() -> str:
+    """Biases of a router in a step."""
+    return drawing(
+        "Biases of a router in a step on two ranks",
+        2,
+        [
+            works("router on\nits tokens", "router on\nits tokens", width=90),
+            holds("tokens of\neach expert", [(0.0, 0.3)], [(0.0, 0.6)], width=100),
+            across("all-reduce"),
+            holds("tokens of\neach expert", [(0.0, 0.9)], [(0.0, 0.9)], width=100),
+            works("move biases", "move biases"),
+            holds("the same\nbiases", ALL, ALL, width=90),
+        ],
+    )
+
+
+def precision() -> str:
+    """One group of weights in a step in bf16."""
+    return drawing(
+        "One group of weights in a step in bf16",
+        2,
+        [
+            holds("fp32", LOW, HIGH, width=84),
+            works("to bf16", "to bf16", width=66),
+            across("all-gather\nof bf16"),
+            holds("bf16", ALL, ALL, width=84),
+            works("forward and\nbackward in bf16", "forward and\nbackward in bf16", width=130),
+            works("gradients\nto fp32", "gradients\nto fp32", width=80),
+            across("reduce-scatter\nof fp32", width=110),
+            works("optimizer\nin fp32", "optimizer\nin fp32", width=80),
+        ],
+    )
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
@@ -248,4 +315,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "ep": ep,
     "cp": cp,
     "together": together,
+    "checkpoints": checkpoints,
+    "balance": balance,
+    "muon": muon,
+    "precision": precision,
 }

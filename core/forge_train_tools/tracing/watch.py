@@ -29,6 +29,8 @@ from .record import Call
 KERNEL = "forge"
 """Label of the kernel's own calls: sums over losses, counts and norms."""
 KERNEL_PACKAGE = "forge_train"
+SERVICE = "forge_train.mesh"
+"""Package through which plugins call collectives: the call is theirs."""
 BETWEEN = (
     *("torch._ops", "torch.library", "torch._library", "torch.utils._contextlib"),
     *("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"),
@@ -195,7 +197,8 @@ class Calls:
         for call, (frames, via) in zip(self.found, self._frames_of, strict=True):
             call.axis = self._names.of(call.group)
             call.places = [f"{_short(file, module)}:{line}, in {name}" for file, module, line, name in frames]
-            call.plugin = self._who(self._home(frames[0][1]) if frames else "", call, via)
+            callers = [module for _, module, _, _ in frames if not module.startswith(SERVICE)]
+            call.plugin = self._who(self._home(callers[0]) if callers else "", call, via)
 
     def _home(self, module: str) -> str:
         if module not in self._homes:
