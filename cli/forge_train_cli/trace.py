@@ -19,7 +19,7 @@ from .options import json_option, nproc_option, run_options
 if TYPE_CHECKING:
     from forge_train_tools.tracing.analysis import Analysis
 
-CALM = "No rank waited long for another one"
+CALM = "No rank waited long for another one."
 OFTEN = 8
 """Sentences about waits that are shown."""
 

@@ -56,7 +56,7 @@ class Broken(Plugin):
     """Counts the tokens of one rank only."""
 
     @hookimpl
-    def on_start(self, job):
+    def on_start(self, job, model):
         if job.dist.world > 1:
             Watch._counted = lambda self: torch.stack([layer.statistics for layer in self.layers.values()])
 ''')

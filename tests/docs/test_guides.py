@@ -34,6 +34,7 @@ def test_a_page_is_that_of_its_notebook(name: str) -> None:
     page = (guides.LEARN / f"{name}.md").read_text(encoding="utf-8")
     assert page == guides.page(name, guides.recorded(name))
     assert f"({name}.svg)" in page
+    assert "\nThey agree." not in page, "what is broken has no effect"
 
 
 @pytest.mark.parametrize("name", sorted(drawings.PICTURES))
