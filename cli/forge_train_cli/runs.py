@@ -24,6 +24,7 @@ COMMANDS = {
     "list": (".runs:list_runs", "List the runs of a folder, newest first."),
     "show": (".runs:show", "Show one run: how it went, and how it was made."),
     "compare": (".runs:compare", "Compare several runs side by side."),
+    "pack": (".pack:pack", "Write a run as one file that repeats it."),
     "report": (".report:report", "Write a report of runs as one HTML page."),
 }
 CURVE = 60

@@ -31,6 +31,7 @@ from .closing import activation, next_commands, resume_command
 from .exporting import check_exportable, export_trained
 from .failures import complain, report
 from .options import AUTO, hugging_face, named, processes_option, run_dir_option, run_options
+from .repeat import Again
 
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
@@ -77,8 +78,8 @@ def train(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Train as CONFIG says. CONFIG is a TOML file, the name of a preset (by default quickstart), or a Hugging Face
-    folder, whose model is trained further.
+    """Train as CONFIG says. CONFIG is a TOML file, the name of a preset (by default quickstart), a Hugging Face
+    folder, whose model is trained further, or a pack of `forge runs pack`, whose run is repeated and compared.
 
     \b
     forge train                                  a small model of Python source, in about a minute
@@ -87,61 +88,66 @@ def train(
     forge train --resume runs/first              the same, by its path
     forge train --from llama -s text.path=my     a Hugging Face folder's model, on your own text
     forge train --nproc 2                        on two processes of this machine
+    forge train first.zip                        a packed run again
     """
     request = _with_name(request, name)
     setup: Setup | None = None
+    again = Again(quiet=quiet, as_json=as_json)
     if not (quiet or as_json) and sys.stdout.isatty():
         click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # the next output overwrites it
-    try:
-        from forge_train_tools.configuration.setup import resolve
-
-        _check_launch(nproc, max_restarts, min_nproc)
-        resume = fetch(resume, Path(run_dir))
-        request = hugging_face(with_configuration(request, resume), run_dir)
-        count = nproc if isinstance(nproc, int) else how_many(request)
+    with again:
         try:
-            setup = resolve(request, world=count if count > 1 else here().size)
-        except ConfigError as error:
-            if nproc == AUTO and count > 1:
-                error.args = (f"{error}\n(--nproc auto starts {count} processes here; --nproc 1 starts one.)",)
-            raise
-        if export:
-            check_exportable(setup)
-        if quiet or as_json:
-            setup.hooks.mute("console")
-        else:
-            show_progress()
-        if count > 1 or max_restarts:
-            from forge_train_tools.launching.training import train_several
+            from forge_train_tools.configuration.setup import resolve
 
-            launched = train_several(
-                request,
-                setup,
-                run_dir=Path(run_dir),
-                resume=resume,
-                notable=_notable(request),
-                nproc=count,
-                max_restarts=max_restarts,
-                min_nproc=min_nproc,
-                quiet=quiet or as_json,
-            )
-            code = _told(launched, setup, count, quiet=quiet, as_json=as_json)
+            _check_launch(nproc, max_restarts, min_nproc)
+            resume = fetch(resume, Path(run_dir))
+            request, nproc, resume = again.opened(request, nproc, resume)
+            request = hugging_face(with_configuration(request, resume), run_dir)
+            count = nproc if isinstance(nproc, int) else how_many(request)
+            try:
+                setup = resolve(request, world=count if count > 1 else here().size)
+            except ConfigError as error:
+                again.begin(None)
+                error.args = (again.named(str(error)),)
+                if nproc == AUTO and count > 1:
+                    error.args = (f"{error}\n(--nproc auto starts {count} processes here; --nproc 1 starts one.)",)
+                raise
+            again.begin(setup)
             if export:
-                export_trained(launched.run, quiet=quiet or as_json)
-            return code
-        from forge_train.engine import train as train_run
+                check_exportable(setup)
+            if quiet or as_json:
+                setup.hooks.mute("console")
+            else:
+                show_progress()
+            if count > 1 or max_restarts:
+                from forge_train_tools.launching.training import train_several
 
-        with told(lambda error, _: complain(str(error))):
-            finished = train_run(setup, run_dir=Path(run_dir), resume=resume, notable=_notable(request))
-    except Exception as error:
-        return _failed(error, setup, as_json)
-    if as_json:
-        _print_result(finished.run, finished.step, finished.loss, finished.outcome)
-    elif not quiet and _first_process():
-        _close(finished, next_commands(finished, setup))
-    if export and _first_process():
-        export_trained(finished.run, quiet=quiet or as_json)
-    return finished.code
+                launched = train_several(
+                    request,
+                    setup,
+                    run_dir=Path(run_dir),
+                    resume=resume,
+                    notable=_notable(request),
+                    nproc=count,
+                    max_restarts=max_restarts,
+                    min_nproc=min_nproc,
+                    quiet=quiet or as_json,
+                )
+                code = _told(launched, setup, count, again, quiet=quiet, as_json=as_json)
+                if export:
+                    export_trained(launched.run, quiet=quiet or as_json)
+                return again.code(code)
+            from forge_train.engine import train as train_run
+
+            with told(lambda error, _: complain(str(error))):
+                finished = train_run(setup, run_dir=Path(run_dir), resume=resume, notable=_notable(request))
+        except Exception as error:
+            return _failed(error, setup, again, as_json)
+        if _first_process():
+            _report(finished, next_commands(finished, setup), again, quiet=quiet, as_json=as_json)
+        if export and _first_process():
+            export_trained(finished.run, quiet=quiet or as_json)
+        return again.code(finished.code)
 
 
 def _check_launch(nproc: int | Literal["auto"], max_restarts: int, min_nproc: int | None) -> None:
@@ -172,7 +178,7 @@ def _first_process() -> bool:
     return _rank() == "0"
 
 
-def _told(launched: Launched, setup: Setup, nproc: int, *, quiet: bool, as_json: bool) -> int:
+def _told(launched: Launched, setup: Setup, nproc: int, again: Again, *, quiet: bool, as_json: bool) -> int:
     """Report how a run of several processes ended; returns the exit code."""
     ended, run = launched.ended, launched.run
     if ended.signal:
@@ -180,22 +186,39 @@ def _told(launched: Launched, setup: Setup, nproc: int, *, quiet: bool, as_json:
     elif complaint := ended.complaint():
         complain(complaint)
     if ended.code not in (0, INTERRUPTED):
+        if ended.code == DivergedError.code:
+            again.end(run)
         if as_json:
             last = Run(run).outcome()
             outcome = "diverged" if ended.code == DivergedError.code else "failed"
             failure = ended.first.as_failure()
-            _print_result(run if run.is_dir() else None, last.get("step", 0), last.get("loss"), outcome, failure)
+            _print_result(run if run.is_dir() else None, last.get("step", 0), last.get("loss"), outcome, again, failure)
         else:
             _hint(run, ended.code, nproc)
         return ended.code
     finished = launched.finished
-    if as_json:
-        _print_result(run, finished.step, finished.loss, finished.outcome)
-    elif not quiet:
-        with waiting("finishing"):  # this process has not imported torch yet
-            commands = next_commands(finished, setup, nproc)
-        _close(finished, commands, nproc)
+    with waiting("finishing"):  # this process has not imported torch yet
+        commands = next_commands(finished, setup, nproc)
+    _report(finished, commands, again, nproc, quiet=quiet, as_json=as_json)
     return ended.code
+
+
+def _report(
+    finished: Finished,
+    commands: Sequence[tuple[str, str]],
+    again: Again,
+    nproc: int = 1,
+    *,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Report how a run ended, and whether it repeats its pack."""
+    if not (quiet or as_json):
+        _close(finished, commands, nproc)
+    if finished.outcome == "done":
+        again.end(finished.run)
+    if as_json:
+        _print_result(finished.run, finished.step, finished.loss, finished.outcome, again)
 
 
 def _hint(run: Path, code: int, nproc: int = 1) -> None:
@@ -204,27 +227,31 @@ def _hint(run: Path, code: int, nproc: int = 1) -> None:
         click.echo(f"Continue from the newest checkpoint with: {resume_command(run, nproc)}", err=True)
 
 
-def _failed(error: Exception, setup: Setup | None, as_json: bool) -> int:
+def _failed(error: Exception, setup: Setup | None, again: Again, as_json: bool) -> int:
     """Report how a run failed; returns the exit code."""
     run = setup.hooks.run if setup else None
     there = run is not None and run.dir.is_dir()
     code = report(error, run.dir / "log" / f"rank-{_rank()}.log" if run and there else None)
+    if run is not None and there and isinstance(error, DivergedError) and _first_process():
+        again.end(run.dir)
     if as_json:
         last = run.outcome() if run and there else {}
         outcome = "diverged" if isinstance(error, DivergedError) else "failed"
         failure = failure_of(error, int(_rank()))
-        _print_result(run.dir if run and there else None, last.get("step", 0), last.get("loss"), outcome, failure)
+        _print_result(
+            run.dir if run and there else None, last.get("step", 0), last.get("loss"), outcome, again, failure
+        )
     elif run and there and (isinstance(error, DiskError) or not isinstance(error, ForgeError)):
         _hint(run.dir, code)
     return code
 
 
 def _print_result(
-    run: Path | None, step: int, loss: float | None, outcome: str, failure: Failure | None = None
+    run: Path | None, step: int, loss: float | None, outcome: str, again: Again, failure: Failure | None = None
 ) -> None:
     if _first_process():
         result = {"run": str(run) if run else None, "step": step, "loss": loss, "outcome": outcome}
-        click.echo(dumps({**result, "error": failure.as_json() if failure else None}))
+        click.echo(dumps({**result, "error": failure.as_json() if failure else None, **again.as_json()}))
 
 
 def _close(finished: Finished, commands: Sequence[tuple[str, str]], nproc: int = 1) -> None:

@@ -19,7 +19,7 @@ def fingerprint(ref: PluginRef) -> str:
     """sha256 of the Python files that a plugin is made of, read without importing any of them; empty where there are
     none. It stays what it was when this process first asked: what runs is what was imported then."""
     digest = hashlib.sha256()
-    files = _files(ref.module, ref.file)
+    files = source_files(ref)
     for name in sorted(files):
         content = files[name].read_bytes()
         digest.update(f"{name} {len(content)}\n".encode())
@@ -27,9 +27,10 @@ def fingerprint(ref: PluginRef) -> str:
     return digest.hexdigest() if files else ""
 
 
-def _files(module: str, home: Path | None) -> dict[str, Path]:
-    """Module → file, of a module and of all that it imports, directly or not. What counts is in its package, or lies
-    beside a module that is in none."""
+def source_files(ref: PluginRef) -> dict[str, Path]:
+    """Module → file, of a plugin's module and of all that it imports, directly or not. What counts is in its package,
+    or lies beside a module that is in none."""
+    module, home = ref.module, ref.file
     if home is None:
         return {}
     top, *below = module.split(".")

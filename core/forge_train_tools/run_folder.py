@@ -55,7 +55,7 @@ class RunFolder:
             tree = tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{self.path / 'config.toml'}: can't be read: {error}") from error
-        return dict(_flat(tree, ()))
+        return dict(flat(tree))
 
     @cached_property
     def plugins(self) -> list[dict[str, str]]:
@@ -232,9 +232,10 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
-def _flat(table: Mapping[str, Any], prefix: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def flat(table: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in nested tables."""
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _flat(value, (*prefix, name))
+            yield from flat(value, (*prefix, name))
         else:
             yield ".".join((*prefix, name)), value

@@ -66,6 +66,10 @@ def with_configuration(request: Request, resume: str) -> Request:
 def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) -> Request:
     """The request to run. If its configuration is a folder in Hugging Face layout, it is first imported as a
     checkpoint; if it starts from such a folder, or from a run, that one's model is added to it."""
+    from .packing.archive import is_pack
+
+    if request.config and is_pack(Path(request.config)):
+        raise ConfigError(f"{request.config} is a pack of a run, which only `forge train` takes as a configuration.")
     if request.model_from:
         return _with_model(request, run_dir, say)
     path = Path(request.config)

@@ -6,13 +6,30 @@ import os
 import platform
 import subprocess
 import sys
-from typing import Any
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from forge_train.mesh.world import World
+from forge_train.registry.discovery import identity
+
+from ..packing.secrets import is_secret
+
+if TYPE_CHECKING:
+    from ..configuration.request import Request
+
+_READ = ("FORGE_", "OMP_", "MKL_", "CUDA_", "CUBLAS_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "RAYON_", "XDG_CACHE_")
+"""Beginnings of the names of variables that Forge, torch or a tokenizer reads."""
+_OWN = ("FORGE_LAUNCH", "FORGE_TRACEBACK", "FORGE_TRACE_HOOKS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""Beginnings of those that change no run, or that a launcher sets."""
 
 
-def environment() -> dict[str, Any]:
-    """Return the content of environment.json."""
+def environment(request: Request | None = None) -> dict[str, Any]:
+    """Return the content of environment.json.
+
+    Args:
+        request: of the run, to record its configuration as it was given.
+    """
     import torch
 
     from forge_train import __version__
@@ -29,7 +46,23 @@ def environment() -> dict[str, Any]:
         "git": _git(),
         "launcher": World.here().launcher,
         "argv": sys.argv,
+        "folder": str(Path.cwd()),
+        "packages": dict(sorted(map(identity, distributions()))),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_READ) and not name.startswith(_OWN) and not is_secret(name)
+        },
+        "given": _given(request) if request else None,
     }
+
+
+def _given(request: Request) -> dict[str, Any]:
+    """The configuration as the user gave it, with the text of the file."""
+    values = {key: getattr(request, key) for key in ("config", "model_from", "plugins", "without", "set")}
+    file = Path(request.config)
+    text = file.read_text(encoding="utf-8") if request.config.endswith(".toml") and file.is_file() else ""
+    return {key: value for key, value in {**values, "text": text}.items() if value}
 
 
 def _git() -> dict[str, Any] | None:
