@@ -158,7 +158,7 @@ def make_setup(
 
     if training:
         check(config, rules.filled(config, steps=UNKNOWN_STEPS) if config.train.epochs else config)
-        _raise(_misfits(hooks, config))
+        _raise(misfits(hooks, config))
     for name, slot in resolution.idle.items():
         log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", name, slot)
     config = rules.fill_in(config, world) if training else config
@@ -168,7 +168,7 @@ def make_setup(
     return Setup(config, hooks)
 
 
-def _misfits(hooks: Hooks, config: Config) -> Iterator[str]:
+def misfits(hooks: Hooks, config: Config) -> Iterator[str]:
     """Yield a sentence for each reason why the plugin of a slot does not suit the run, by the slot's declarer."""
     for slot, spec in hooks.specs.items():
         if spec.suits and hooks.provider(slot):

@@ -141,6 +141,12 @@ def pattern(forms: Sequence[object]) -> Pattern | None:
     return best
 
 
+def repeating(units: Units) -> Pattern | None:
+    """The longest stretch of units that repeats, as they were built."""
+    own = _positions(units.built)
+    return pattern([_without(form, own) for form in units.built])
+
+
 def _laid_out(records: Sequence[Recorded], more: int) -> Recorded | None:
     first, second, third = records
     if any(record.failed or record.notes != first.notes for record in records):

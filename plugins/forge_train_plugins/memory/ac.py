@@ -24,7 +24,11 @@ class ActivationCheckpointing(Plugin):
     api = (1, 0)
     layout = True
     provides = ("ac",)
-    facts = {"memory.saves": ("activations",), "plan.per_unit": True}
+    facts = {
+        "memory.saves": ("activations",),
+        "plan.per_unit": True,
+        "plan.search": ("ac.mode=full", "ac.mode=selective"),
+    }
 
     @section
     class Config:

@@ -39,7 +39,7 @@ class ContextParallel(Plugin):
     api = (1, 0)
     layout = True
     provides = ("cp",)
-    facts = {"plan.per_unit": True, "memory.saves": ("activations",)}
+    facts = {"plan.per_unit": True, "memory.saves": ("activations",), "plan.search": ("",)}
 
     @section
     class Config:

@@ -26,6 +26,7 @@ class DDP(Plugin):
     api = (1, 0)
     provides = ("data_parallel",)
     layout = True
+    facts = {"plan.search": ("",)}
 
     @section
     class Config:

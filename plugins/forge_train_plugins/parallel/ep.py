@@ -19,7 +19,7 @@ class ExpertParallel(Plugin):
     layout = True
     provides = ("ep",)
     requires = ("token_dispatch",)
-    facts = {"plan.per_unit": True, "check.example": ("plugins=moe",)}
+    facts = {"plan.per_unit": True, "check.example": ("plugins=moe",), "plan.search": ("",)}
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:

@@ -24,7 +24,11 @@ class FSDP2(Plugin):
     api = (1, 0)
     provides = ("data_parallel",)
     layout = True
-    facts = {"memory.saves": ("parameters", "gradients", "optimizer"), "plan.per_unit": True}
+    facts = {
+        "memory.saves": ("parameters", "gradients", "optimizer"),
+        "plan.per_unit": True,
+        "plan.search": ("fsdp2.reduce=last", "fsdp2.reduce=each"),
+    }
 
     @section
     class Config:
@@ -75,7 +79,7 @@ class Zero1(Plugin):
     api = (1, 0)
     provides = ("data_parallel",)
     layout = True
-    facts = {"memory.saves": ("optimizer",), "plan.per_unit": True}
+    facts = {"memory.saves": ("optimizer",), "plan.per_unit": True, "plan.search": ("",)}
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:

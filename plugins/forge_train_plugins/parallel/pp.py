@@ -30,7 +30,16 @@ class PipelineParallel(Plugin):
     api = (1, 0)
     layout = True
     provides = ("pp",)
-    facts = {"plan.per_unit": True}
+    facts = {
+        "plan.per_unit": True,
+        "plan.search": (
+            "pp.schedule=1f1b",
+            "pp.schedule=interleaved_1f1b;pp.parts=2",
+            "pp.schedule=interleaved_1f1b;pp.parts=4",
+            "pp.schedule=interleaved_zero_bubble;pp.parts=2",
+            "pp.schedule=zbv",
+        ),
+    }
 
     @section
     class Config:

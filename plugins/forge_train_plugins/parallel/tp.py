@@ -20,7 +20,7 @@ class TensorParallel(Plugin):
     api = (1, 0)
     layout = True
     provides = ("tp",)
-    facts = {"plan.per_unit": True}
+    facts = {"plan.per_unit": True, "plan.search": ("",)}
 
     @section
     class Config:

@@ -1,0 +1,142 @@
+"""Clusters as data: devices, their memory and peaks, and the links between them, from a TOML file or by a name."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from forge_train.base.errors import ConfigError, describe, nearest
+
+FOLDER = Path(__file__).parent / "clusters"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A level of the network. Ranks that lie in one block of `ranks` neighbours reach each other over it."""
+
+    level: str
+    bandwidth: float
+    """Bytes/s of one device, in one direction."""
+    latency: float
+    """Seconds of one step of a collective."""
+    ranks: int = 0
+    """Ranks of a block; 0 for all of them, at the last level."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A kind of device, and how many of it are connected."""
+
+    name: str
+    devices: int
+    """Of a node."""
+    memory: float
+    """Bytes of a device: of 10⁹ to the GB, as what the driver and the allocator keep for themselves is about the
+    difference to GiB."""
+    bandwidth: float
+    """Of its memory, in bytes/s."""
+    efficiency: float
+    """Share of the peak that matrix products reach."""
+    peak: Mapping[str, float]
+    """dtype → dense FLOP/s, without sparsity. torch multiplies in fp32 outside of tensor cores unless told otherwise."""
+    links: tuple[Link, ...]
+    """From the fastest level to the slowest."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Number → where it comes from."""
+
+    def flops(self, precision: str) -> float:
+        """The peak in a precision of `train.precision`.
+
+        Raises:
+            ConfigError: if the file does not say it.
+        """
+        key = "bf16" if precision == "fp16" and "fp16" not in self.peak else precision
+        if key not in self.peak:
+            raise ConfigError(f"Cluster {self.name!r}: [peak] has no {key}; add its FLOP/s, or train in another precision.")
+        return self.peak[key]
+
+    def link(self, span: int) -> Link:
+        """The link that a group of ranks needs.
+
+        Args:
+            span: ranks from the first of the group to the last, and both of them; the group begins at a multiple of it.
+        """
+        return next((one for one in self.links if one.ranks and span <= one.ranks and not one.ranks % span), self.links[-1])
+
+
+def names() -> list[str]:
+    """The clusters that come with Forge."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def cluster(name: str) -> Cluster:
+    """A cluster by its name, or by its file.
+
+    Raises:
+        ConfigError: if there is none, or it has holes.
+    """
+    if name.endswith(".toml"):
+        return _read(Path(name))
+    if name.lower() not in names():
+        raise ConfigError(f"There is no data sheet of a device {name!r}.{nearest(name, names())}")
+    return _read(FOLDER / f"{name.lower()}.toml")
+
+
+@cache
+def _read(file: Path) -> Cluster:
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file}: the cluster file can't be read: {describe(error)}.") from error
+    links = data.pop("links", None)
+    if not isinstance(links, list) or not links or not all(isinstance(one, dict) for one in links):
+        raise ConfigError(f"{file}: a cluster needs one [[links]] or more, the fastest level first.")
+    made = [_fields(Link, one, f"{file}: links.{one.get('level', at)}") for at, one in enumerate(links)]
+    for at, link in enumerate(made):
+        last = at == len(made) - 1
+        if bool(link.ranks) == last:
+            need = "must have no ranks, as it connects all" if last else "needs ranks, the size of its blocks"
+            raise ConfigError(f"{file}: links.{link.level} {need}.")
+        if at and not last and link.ranks <= made[at - 1].ranks:
+            raise ConfigError(f"{file}: links.{link.level} must connect more ranks than the level before it.")
+    found = _fields(Cluster, {**data, "links": tuple(made)}, str(file))
+    for key, value in found.peak.items():
+        _check(file, f"peak.{key}", value)
+    if not found.peak:
+        raise ConfigError(f"{file}: [peak] is empty; give the FLOP/s of a dtype, such as bf16.")
+    if found.efficiency > 1:
+        raise ConfigError(f"{file}: efficiency is a share of the peak, at most 1; it is {found.efficiency:g}.")
+    return found
+
+
+def _fields(cls: type, given: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from a table, with one sentence for what is missing, unknown or no number.
+
+    Raises:
+        ConfigError: for any of these.
+    """
+    fields = {one.name: one for one in dataclasses.fields(cls)}
+    needed = [name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING]
+    if lacking := [name for name in needed if name not in given]:
+        raise ConfigError(f"{where}: {', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing.")
+    for key, value in given.items():
+        if key not in fields:
+            raise ConfigError(f"{where}: there is no {key!r}.{nearest(key, fields)}")
+        if fields[key].type in ("int", "float"):
+            _check(where, key, value, whole=fields[key].type == "int")
+        elif (wanted := {"str": str, "tuple[Link, ...]": tuple}.get(str(fields[key].type), dict)) and not isinstance(
+            value, wanted
+        ):
+            raise ConfigError(f"{where}: {key} must be a {'text' if wanted is str else 'table'}, found {value!r}.")
+    return cls(**given)
+
+
+def _check(where: object, key: str, value: object, *, whole: bool = False) -> None:
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < float(str(value)) < float("inf"):
+        raise ConfigError(f"{where}: {key} must be a {'whole ' * whole}number above 0, found {value!r}.")
