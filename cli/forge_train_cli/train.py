@@ -197,7 +197,7 @@ def _told(launched: Launched, setup: Setup, nproc: int, again: Again, *, quiet: 
             _hint(run, ended.code, nproc)
         return ended.code
     finished = launched.finished
-    with waiting("finishing"):  # this process has not imported torch yet
+    with nullcontext() if quiet else waiting("finishing"):  # this process has not imported torch yet
         commands = next_commands(finished, setup, nproc)
     _report(finished, commands, again, nproc, quiet=quiet, as_json=as_json)
     return ended.code

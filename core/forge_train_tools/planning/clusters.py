@@ -57,7 +57,9 @@ class Cluster:
         """
         key = "bf16" if precision == "fp16" and "fp16" not in self.peak else precision
         if key not in self.peak:
-            raise ConfigError(f"Cluster {self.name!r}: [peak] has no {key}; add its FLOP/s, or train in another precision.")
+            raise ConfigError(
+                f"Cluster {self.name!r}: [peak] has no {key}; add its FLOP/s, or train in another precision."
+            )
         return self.peak[key]
 
     def link(self, span: int) -> Link:
@@ -66,7 +68,9 @@ class Cluster:
         Args:
             span: ranks from the first of the group to the last, and both of them; the group begins at a multiple of it.
         """
-        return next((one for one in self.links if one.ranks and span <= one.ranks and not one.ranks % span), self.links[-1])
+        return next(
+            (one for one in self.links if one.ranks and span <= one.ranks and not one.ranks % span), self.links[-1]
+        )
 
 
 def names() -> list[str]:

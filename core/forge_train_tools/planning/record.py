@@ -46,6 +46,8 @@ class Recorded:
     """Micro-batches of the step."""
     passes: list[Pass] = field(default_factory=list)
     """Of the executor, in order."""
+    reached: list[tuple[int, str]] = field(default_factory=list)
+    """Number of memory changes before the gradient of a module's output was complete, and the module, where asked."""
     failed: bool = False
     """True if the step could not be taken."""
     notes: list[str] = field(default_factory=list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -43,12 +43,17 @@ from .watch import AnyDtype, Together
 from .work import Work
 
 
-def rehearse(job: Job, model: Model) -> Recorded:
+def rehearse(job: Job, model: Model, watched: Sequence[str] = ()) -> Recorded:
     """Take a step without memory.
 
     The model, composed on the meta device, gets fake weights: within FakeTensorMode it could not have been composed,
     and on the meta device FSDP2 does not run (torch 2.13). The optimizer takes a first step beforehand, to have its
     state.
+
+    Args:
+        job: of the run.
+        model: composed on the meta device.
+        watched: modules of its only part, to record when the gradients of their outputs are complete.
 
     Raises:
         ForgeError: for what a run would be refused for.
@@ -60,6 +65,8 @@ def rehearse(job: Job, model: Model) -> Recorded:
         found.buffers = held_bytes(_buffers(model))
         found.gradients = held_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
         rehearsal = _Rehearsal(job, model, found)
+        for name in watched:
+            rehearsal.watch(name)
         optimizer = rehearsal.stepper.optimizer
         found.sets = parameter_sets(optimizer.param_groups)
         try:
@@ -154,6 +161,19 @@ class _Rehearsal(Watcher):
         self._begun: Counter[tuple[int, str]] = Counter()
         self._index = 0
         self._updating = False
+
+    def watch(self, name: str) -> None:
+        """Record when the gradient of a module's output is complete: its backward pass begins."""
+
+        def reached(_: Tensor) -> None:
+            self.found.reached.append((len(self.ledger.changes), name))
+
+        def look(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            first = out[0] if isinstance(out, tuple) else out
+            if isinstance(first, Tensor) and first.requires_grad:
+                first.register_hook(reached)
+
+        self.stepper.model.parts[0].get_submodule(name).register_forward_hook(look)
 
     def data(self, job: Job, split: str) -> Loader:
         return _Examples(job, self.found)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from torch import nn
@@ -27,7 +28,7 @@ from ..planning.alike import Pattern, Units, repeating
 from ..planning.communication import Names
 from ..planning.imagined import imagined
 from ..planning.on_cuda import kernels_of_cuda
-from ..planning.record import counted
+from ..planning.record import END, Recorded, counted
 from ..planning.rehearsal import rehearse
 from ..planning.traffic import traffic
 from .variants import Variant
@@ -44,8 +45,9 @@ Numbers = Mapping[str, float]
 class Point:
     """A line through two rehearsals: what a model takes by its number of repetitions.
 
-    Of memory, in bytes: `backward`, the most at once beyond parameters, buffers and the optimizer's state until the
-    backward pass ends, and `update`, the same after it; `parameters`, `buffers`, `gradients`, `optimizer`,
+    Of memory, in bytes beyond parameters, buffers and the optimizer's state, the most at once: `top`, until the last
+    unit's backward pass has ended; `end`, from the first unit's; `update`, in the optimizer's step. Each grows evenly
+    with the units, as their sum does not. At rest: `parameters`, `buffers`, `gradients`, `optimizer`,
     `unsharded`. Of work: `flops` of kernels, and `bytes` of those that nothing fuses. Of communication, by kind and
     axes: `calls KIND AXES` and `held KIND AXES`.
     """
@@ -144,7 +146,8 @@ class Composer:
     ) -> tuple[Numbers, tuple[str, ...]]:
         with self.job(variant, sizes, micro_batch, accumulation) as job:
             model = self.short(job, times).model
-            recorded = rehearse(job, model)
+            units = tuple(getattr(model.parts[0], "units", ()))
+            recorded = rehearse(job, model, tuple(dict.fromkeys((*units[:1], *units[-2:]))))
             found = counted(recorded)
             sent = traffic(found, Names(job.dist))
         held, state = held_bytes(model.parameters()), found.optimizer or 0
@@ -155,7 +158,7 @@ class Composer:
             "gradients": found.gradients,
             "optimizer": state,
             "unsharded": found.unsharded or 0,
-            "backward": max(found.backward_peak - rest, 0),
+            **_moments(recorded, units, rest),
             "update": max(found.update_peak - rest, 0),
             "flops": sum(kernel.flops * times for kernel, times in found.kernels.items()),
             "bytes": sum(kernel.bytes * times for kernel, times in found.kernels.items() if not kernel.fusible),
@@ -165,6 +168,16 @@ class Composer:
             numbers[f"calls {one.kind} {one.axis}"] = one.count
             numbers[f"held {one.kind} {one.axis}"] = one.bytes / factor
         return numbers, tuple(found.notes)
+
+
+def _moments(recorded: Recorded, units: Sequence[str], rest: int) -> dict[str, float]:
+    """The most bytes at once beyond those at rest, while all units are kept, and when the last ones are."""
+    end = recorded.changes.index(END) if END in recorded.changes else 0
+    levels = list(accumulate((int(one.numbers[0]) for one in recorded.changes[:end]), initial=0))
+    before = [at for at, name in recorded.reached if name == units[-2]] if len(units) > 1 else []
+    last = [at for at, name in recorded.reached if units and name == units[0]]
+    top, bottom = (before[-1] if before else end), (last[-1] if last else 0)
+    return {"top": max(levels[: top + 1]) - rest, "end": max(levels[bottom:]) - rest}
 
 
 def configured(config: Config, sizes: Sizes, micro_batch: int, accumulation: int) -> Config:

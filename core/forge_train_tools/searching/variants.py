@@ -24,12 +24,15 @@ class Choice:
     """A plugin with some of its options, or that it is left out."""
 
     plugin: str = ""
+    """That is to be enabled; empty if it is enabled already, or nothing of the kind is chosen."""
     settings: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     """Plugins whose place it takes."""
+    own: bool = False
+    """True for what the configuration has itself."""
 
     def __str__(self) -> str:
-        return ", ".join(self.settings) or self.plugin or f"no {', '.join(self.without)}"
+        return ", ".join(self.settings) or self.plugin or (f"no {', '.join(self.without)}" if self.without else "")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Variant:
         )
 
     def __str__(self) -> str:
-        return "; ".join(str(one) for _, one in self.choices)
+        return "; ".join(filter(None, (str(one) for _, one in self.choices)))
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,8 @@ def options_of(setup: Setup, pinned: Sequence[str]) -> Options:
             axes[kind] = tuple(choices)
             continue
         default = any(enabled[name].default for name in own)
-        nothing = [] if default else [Choice(without=tuple(own))]
-        ordered = sorted([*nothing, *choices], key=lambda one: not (one.plugin in own or (not own and not one.plugin)))
-        others[kind] = tuple(ordered)
+        nothing = [] if default or f"plugin {kind}" in pinned else [Choice(without=tuple(own), own=not own)]
+        others[kind] = tuple(sorted([*nothing, *choices], key=lambda one: not one.own))
     searched = {found.name for plugins in kinds.values() for found, _ in plugins}
     left = [f"parallel.{axis}" for axis in sorted(installed())]
     left += [name for name, one in sorted(enabled.items()) if one.cls.layout and name not in searched]
@@ -109,17 +111,15 @@ def options_of(setup: Setup, pinned: Sequence[str]) -> Options:
 def _choices(
     name: str, stated: Sequence[str], own: Sequence[str], config: Config, pinned: Sequence[str]
 ) -> Iterator[Choice]:
-    """The choices of one plugin; options that are pinned leave out the choices that would change them."""
+    """The choices of one plugin; options that are pinned stay as they are."""
     displaced = tuple(other for other in own if other != name)
-    if f"plugin {name}" in pinned:
-        return
     seen = set()
     for text in stated:
         settings = tuple(split_assignments(text))
         kept = tuple(one for one in settings if one.partition("=")[0] not in pinned)
         if kept not in seen:
             seen.add(kept)
-            yield Choice("" if name in own else name, kept, displaced)
+            yield Choice("" if name in own else name, kept, displaced, own=name in own)
 
 
 def _provided(found: PluginRef) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +14,15 @@ from torch import nn
 from forge_train import Applied, ConfigError, Job
 from forge_train.base.format import format_list
 from forge_train_kit.pipeline import Timetable, Work
+from forge_train_kit.pipeline.cuts import Cost, balanced, given
+from forge_train_kit.pipeline.parts import Stages, cost_of, part_of
 
-from .cuts import Cost, balanced, given
 from .rules import advice
 from .schedules import CountError, timetable
 from .ties import Tie, Ties
 
 if TYPE_CHECKING:
     from ..pp import PipelineParallel
-
-Stages = Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def cut(model: nn.Module, config: PipelineParallel.Config, job: Job) -> Cut:
     table = max(tables, key=lambda table: table.micro_batches)
     if any(one.placement != table.placement for one in tables):
         raise ConfigError(f"pp.schedule: {config.schedule} places parts otherwise when the batch grows.")
-    entries = [_cost(_part(model, stages, range(at, at + 1)), train.sequence) for at in range(len(stages))]
+    entries = [cost_of(part_of(model, stages, range(at, at + 1)), train.sequence) for at in range(len(stages))]
     cuts = given(config.cuts, stages) if config.cuts else balanced(entries, table.parts)
     if len(cuts) - 1 != table.parts:
         raise ConfigError(
@@ -63,7 +61,7 @@ def cut(model: nn.Module, config: PipelineParallel.Config, job: Job) -> Cut:
     runs = [range(start, stop) for start, stop in pairwise(cuts)]
     ties, copies = _untie(model, stages, runs)
     mine = tuple(table.parts_of(job.dist.mesh("dense", "pp").get_local_rank()))
-    parts = [_part(model, stages, runs[number]) for number in mine]
+    parts = [part_of(model, stages, runs[number]) for number in mine]
     splits = _splits(table)
     for part in parts:
         part.split_backward = splits  # type: ignore[assignment]  # declared for SHARD transforms
@@ -114,37 +112,6 @@ def _stages(model: nn.Module) -> Stages:
             "part would train its own."
         )
     return stages
-
-
-def _part(model: nn.Module, stages: Stages, kept: range) -> nn.Module:
-    """The model with holes where the other stages are; the modules in between are shared with it."""
-    return _without(model, {name for at, entry in enumerate(stages) if at not in kept for name in entry})
-
-
-def _without(module: nn.Module, gone: set[str]) -> nn.Module:
-    inner: dict[str, set[str]] = {}
-    for path in gone:
-        first, _, rest = path.partition(".")
-        inner.setdefault(first, set()).add(rest)
-    new = copy.copy(module)
-    new.__dict__ = {
-        key: copy.copy(value) if key.startswith("_") and isinstance(value, (dict, set)) else value
-        for key, value in vars(module).items()
-    }
-    for name, rests in inner.items():
-        child = module._modules[name]
-        if "" not in rests and child is not None:
-            new._modules[name] = _without(child, rests)
-        elif isinstance(module, (nn.ModuleDict, nn.ModuleList, nn.Sequential)):
-            del new._modules[name]
-        else:
-            new._modules[name] = None
-    return new
-
-
-def _cost(part: Any, sequence: int) -> Cost:
-    flops = float(part.flops_per_token(sequence)) if hasattr(part, "flops_per_token") else 0.0
-    return Cost(flops, float(sum(p.numel() * p.element_size() for p in part.parameters())))
 
 
 def _untie(model: nn.Module, stages: Stages, runs: Sequence[range]) -> tuple[list[Tie], list[str]]:

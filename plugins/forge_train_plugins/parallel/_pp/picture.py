@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge_train_kit.pipeline import Timetable
+from forge_train_kit.pipeline.cuts import Cost
 from forge_train_tools.planning.drawing import svg
 from forge_train_tools.planning.timeline import PartCost, simulate
-
-from .cuts import Cost
 
 
 def picture(table: Timetable, costs: Sequence[Cost], title: str) -> str:

@@ -1,0 +1,86 @@
+"""Timetables of a pipeline, in numbers: how long a step is stretched, and what is in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from forge_train import Model
+from forge_train.plugin import hookspecs
+from forge_train_kit.pipeline.timetable import PipelineExecutor, Timetable
+
+from ..planning.timeline import PartCost, simulate
+from .composing import Composer
+from .variants import Variant
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule for some number of micro-batches, of parts that all cost the same."""
+
+    stretch: float
+    """The time of a step over that of a rank's own work."""
+    placement: tuple[int, ...]
+    """Part → its rank."""
+    in_flight: tuple[tuple[float, ...], ...]
+    """Rank → the most micro-batches at once whose activations are kept, of each of its parts."""
+    crossings: tuple[int, ...]
+    """Rank → borders of its parts with parts of other ranks."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.in_flight)
+
+    def parts_of(self, rank: int) -> list[int]:
+        return [part for part, home in enumerate(self.placement) if home == rank]
+
+
+class Schedules:
+    """Asks the executor of a run, which need not be built for a cut model to give its timetables."""
+
+    def __init__(self, composer: Composer) -> None:
+        self._composer = composer
+        self.get = cache(self._get)
+
+    def _get(self, variant: Variant, pp: int, micro_batches: int) -> Schedule:
+        """A schedule of so many ranks.
+
+        Raises:
+            ConfigError: if it does not exist for these numbers.
+        """
+        many = 4 * pp
+        if micro_batches <= many + pp:
+            return _read(self._timetable(variant, pp, micro_batches), None)
+        # From some number on, each further micro-batch adds the same: two tables tell the time of any larger number.
+        first, second = (self._timetable(variant, pp, count) for count in (many - pp, many))
+        return _read(second, _extended(first, second, micro_batches))
+
+    def _timetable(self, variant: Variant, pp: int, micro_batches: int) -> Timetable:
+        from torch import nn
+
+        with self._composer.job(variant, {"pp": pp}, 1, micro_batches) as job:
+            whole = nn.Module()
+            executor: PipelineExecutor = hookspecs.executor(Model([whole], []), hookspecs.task(job), job)
+            return executor.timetable(micro_batches)
+
+
+def _read(table: Timetable, stretch: float | None) -> Schedule:
+    costs = [PartCost(1.0, 1.0, 1.0)] * table.parts
+    timeline = simulate(table, costs)
+    place, ranks = table.placement, range(len(table.ranks))
+    borders = [
+        sum(
+            place[part] != place[other] for part in table.parts_of(rank) for other in (part - 1, part + 1)
+            if 0 <= other < table.parts
+        )
+        for rank in ranks
+    ]  # fmt: skip
+    flying = tuple(tuple(float(n) for n in timeline.in_flight(rank).values()) for rank in ranks)
+    return Schedule(timeline.stretch if stretch is None else stretch, place, flying, tuple(borders))
+
+
+def _extended(first: Timetable, second: Timetable, micro_batches: int) -> float:
+    parts = first.parts // len(first.ranks)
+    one, two = (simulate(table, [PartCost(1.0, 1.0, 1.0)] * table.parts).duration for table in (first, second))
+    each = (two - one) / (second.micro_batches - first.micro_batches)
+    return (two + each * (micro_batches - second.micro_batches)) / (3.0 * parts * micro_batches)
