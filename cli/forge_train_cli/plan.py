@@ -26,7 +26,7 @@ from forge_train_tools.messages import waiting
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
 
-from . import pipeline, screen
+from . import pipeline, screen, search
 from .abbreviate import abbreviated, group_list
 from .options import json_option, run_options
 
@@ -40,11 +40,35 @@ if TYPE_CHECKING:
 @click.option("--world", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
 @click.option("--nodes", type=click.IntRange(min=1), metavar="K", help="Number of nodes; by default, 8 ranks on each.")
 @click.option("--device", metavar="NAME", help=f"Estimate speed on a device: {', '.join(DEVICES)}.")
+@click.option("--search", is_flag=True, help="Rank every layout that N ranks can have, and choose one.")
+@click.option("--cluster", metavar="FILE", help="With --search: devices and links from a TOML file, not --device.")
+@click.option("--write", metavar="FILE", help="With --search: write a configuration with the best layout.")
+@click.option(
+    "--rehearse",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=0),
+    metavar="K",
+    help="With --search: rehearse the K best layouts, which tells their memory exactly.",
+)
+@click.option(
+    "--tokens", type=click.FloatRange(min=0, min_open=True), metavar="N", help="With --search: cost of N tokens."
+)
+@click.option(
+    "--price", type=click.FloatRange(min=0), metavar="X", help="With --tokens: price of a device for an hour."
+)
 @click.option("--schedules", is_flag=True, help="Compare the schedules that a pipeline could follow.")
 @click.option("--svg", metavar="FILE", callback=screen.picture, help="Draw a pipeline's timeline to a file.")
 @json_option
 def plan(
-    request: Request, world: int, nodes: int | None, device: str | None, schedules: bool, svg: str | None, as_json: bool
+    request: Request,
+    world: int,
+    nodes: int | None,
+    device: str | None,
+    schedules: bool,
+    svg: str | None,
+    as_json: bool,
+    **searched: Any,
 ) -> None:
     """Compose CONFIG for N ranks and rehearse a step of one of them, without memory, devices or other processes: what
     each plugin matched, meshes, parameters, memory, communication and FLOPs. For a pipeline, rehearse one rank of each
@@ -53,7 +77,11 @@ def plan(
     \b
     forge plan --world 4                              the quickstart on 4 ranks
     forge plan big.toml --world 512 --device h100     does it fit, and what bounds it?
+    forge plan big.toml --world 512 --device h100 --search --write best.toml
     """
+    if search.wanted(searched, {"schedules": schedules, "svg": svg, "nodes": nodes}):
+        search.run(request, world, device, **searched, as_json=as_json)
+        return
     with waiting(f"planning for {format_plural(world, 'rank')}"):
         from forge_train_tools.configuration.setup import resolve
         from forge_train_tools.planning import plan as make

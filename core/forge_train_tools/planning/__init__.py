@@ -97,6 +97,7 @@ def plan(
     nodes: int = 0,
     device: str | None = None,
     schedules: bool = False,
+    on_cuda: bool = False,
     folder: Path = Path("runs/plan"),
 ) -> Plan:
     """Compose for one rank of `world`, or of each pipeline stage, and rehearse a step of it. Nothing is allocated,
@@ -107,6 +108,7 @@ def plan(
         world: the number of ranks.
         nodes: over how many nodes they are spread; 0 for as many as nodes of `PER_NODE` ranks make.
         device: a name in `DEVICES`, for the roofline; without one, memory is that of the run's own device.
+        on_cuda: whether memory is that of CUDA's kernels, whatever the run's own device is; a `device` implies it.
         schedules: whether to compare what else a pipeline could follow.
         folder: what plugins are told the run folder is; nothing is written there.
 
@@ -125,7 +127,7 @@ def plan(
     place = World(size=world, local_size=_per_node(world, nodes))
     topology, domains = Topology.of(place), meshes.domains(layout)
     wanted = config.run.device
-    on_cuda = sheet is not None or wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    on_cuda = on_cuda or sheet is not None or wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
     with kernels_of_cuda() if on_cuda else nullcontext():
         looks = look_at_stages(setup, layout, place, folder, alternatives=schedules)
     memories = [_memory(look) for look in looks]

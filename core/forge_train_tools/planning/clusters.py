@@ -43,7 +43,7 @@ class Cluster:
     efficiency: float
     """Share of the peak that matrix products reach."""
     peak: Mapping[str, float]
-    """dtype → dense FLOP/s, without sparsity. torch multiplies in fp32 outside of tensor cores unless told otherwise."""
+    """dtype → dense FLOP/s; torch multiplies in fp32 outside of tensor cores unless told otherwise."""
     links: tuple[Link, ...]
     """From the fastest level to the slowest."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ def _read(file: Path) -> Cluster:
             raise ConfigError(f"{file}: links.{link.level} {need}.")
         if at and not last and link.ranks <= made[at - 1].ranks:
             raise ConfigError(f"{file}: links.{link.level} must connect more ranks than the level before it.")
-    found = _fields(Cluster, {**data, "links": tuple(made)}, str(file))
+    found: Cluster = _fields(Cluster, {**data, "links": tuple(made)}, str(file))
     for key, value in found.peak.items():
         _check(file, f"peak.{key}", value)
     if not found.peak:
@@ -133,9 +133,7 @@ def _fields(cls: type, given: Mapping[str, Any], where: str) -> Any:
             raise ConfigError(f"{where}: there is no {key!r}.{nearest(key, fields)}")
         if fields[key].type in ("int", "float"):
             _check(where, key, value, whole=fields[key].type == "int")
-        elif (wanted := {"str": str, "tuple[Link, ...]": tuple}.get(str(fields[key].type), dict)) and not isinstance(
-            value, wanted
-        ):
+        elif not isinstance(value, wanted := {"str": str, "tuple[Link, ...]": tuple}.get(str(fields[key].type), dict)):
             raise ConfigError(f"{where}: {key} must be a {'text' if wanted is str else 'table'}, found {value!r}.")
     return cls(**given)
 

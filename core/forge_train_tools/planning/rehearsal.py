@@ -171,7 +171,7 @@ class _Rehearsal(Watcher):
         def look(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             first = out[0] if isinstance(out, tuple) else out
             if isinstance(first, Tensor) and first.requires_grad:
-                first.register_hook(reached)
+                first.register_hook(reached)  # type: ignore[no-untyped-call]  # torch has no types there
 
         self.stepper.model.parts[0].get_submodule(name).register_forward_hook(look)
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from .clusters import Cluster, cluster, names
+
 if TYPE_CHECKING:
     from collections import Counter
 
@@ -37,22 +39,17 @@ class Device:
     across: float
     """Between nodes, for each device: one network adapter each, as in the vendors' reference systems."""
 
+    @classmethod
+    def of(cls, one: Cluster) -> Device:
+        """The device of a cluster, with its fastest link and its slowest."""
+        inside, across = one.links[0].bandwidth, one.links[-1].bandwidth
+        return cls(one.name, one.flops("bf16"), one.flops("fp32"), one.bandwidth, one.memory, inside, across)
+
     def peak(self, precision: Precision) -> float:
         return self.single if precision == "fp32" else self.narrow
 
 
-DEVICES = {
-    # NVIDIA A100 80GB SXM data sheet (2021); DGX A100: HDR InfiniBand, 200 Gb/s for each GPU.
-    "a100": Device("A100 SXM 80 GB", 312e12, 19.5e12, 2.039e12, 80e9, 300e9, 25e9),
-    # NVIDIA H100 SXM data sheet (2023; 1,979 TFLOP/s with sparsity); DGX H100: NDR, 400 Gb/s for each GPU.
-    "h100": Device("H100 SXM 80 GB", 989.4e12, 67e12, 3.35e12, 80e9, 450e9, 50e9),
-    # NVIDIA H200 SXM data sheet (2024); DGX H200 as DGX H100.
-    "h200": Device("H200 SXM 141 GB", 989.4e12, 67e12, 4.8e12, 141e9, 450e9, 50e9),
-    # NVIDIA DGX B200 data sheet (2024), an eighth: 36 PFLOP/s bf16 with sparsity, 64 TB/s, 1,440 GB, NVLink 14.4 TB/s.
-    "b200": Device("B200 SXM 180 GB", 2250e12, 75e12, 8e12, 180e9, 900e9, 50e9),
-    # AMD Instinct MI300X data sheet (2023): seven Infinity Fabric links of 128 GB/s; 400 Gb/s for each GPU.
-    "mi300x": Device("MI300X 192 GB", 1307.4e12, 163.4e12, 5.3e12, 192e9, 448e9, 50e9),
-}
+DEVICES = {name: Device.of(cluster(name)) for name in names()}
 """Devices known to `forge plan --device`."""
 
 

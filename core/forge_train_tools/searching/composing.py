@@ -46,9 +46,9 @@ class Point:
     """A line through two rehearsals: what a model takes by its number of repetitions.
 
     Of memory, in bytes beyond parameters, buffers and the optimizer's state, the most at once: `top`, until the last
-    unit's backward pass has ended; `end`, from the first unit's; `update`, in the optimizer's step. Each grows evenly
-    with the units, as their sum does not. At rest: `parameters`, `buffers`, `gradients`, `optimizer`,
-    `unsharded`. Of work: `flops` of kernels, and `bytes` of those that nothing fuses. Of communication, by kind and
+    unit's backward pass has ended; `end`, from the first unit's, beyond gradients; `update`, in the optimizer's step.
+    Each grows evenly with the units, which the largest of them does not. At rest: `parameters`, `buffers`,
+    `gradients`, `optimizer`, `unsharded`. Of work: `flops` of kernels, and `bytes` of those that nothing fuses. Of communication, by kind and
     axes: `calls KIND AXES` and `held KIND AXES`.
     """
 
@@ -152,13 +152,14 @@ class Composer:
             sent = traffic(found, Names(job.dist))
         held, state = held_bytes(model.parameters()), found.optimizer or 0
         rest = held + found.buffers + state
+        gradients = found.gradients
         numbers: dict[str, float] = {
             "parameters": held,
             "buffers": found.buffers,
-            "gradients": found.gradients,
+            "gradients": gradients,
             "optimizer": state,
             "unsharded": found.unsharded or 0,
-            **_moments(recorded, units, rest),
+            **_moments(recorded, units, rest, gradients),
             "update": max(found.update_peak - rest, 0),
             "flops": sum(kernel.flops * times for kernel, times in found.kernels.items()),
             "bytes": sum(kernel.bytes * times for kernel, times in found.kernels.items() if not kernel.fusible),
@@ -170,14 +171,14 @@ class Composer:
         return numbers, tuple(found.notes)
 
 
-def _moments(recorded: Recorded, units: Sequence[str], rest: int) -> dict[str, float]:
+def _moments(recorded: Recorded, units: Sequence[str], rest: int, gradients: int) -> dict[str, float]:
     """The most bytes at once beyond those at rest, while all units are kept, and when the last ones are."""
     end = recorded.changes.index(END) if END in recorded.changes else 0
     levels = list(accumulate((int(one.numbers[0]) for one in recorded.changes[:end]), initial=0))
     before = [at for at, name in recorded.reached if name == units[-2]] if len(units) > 1 else []
     last = [at for at, name in recorded.reached if units and name == units[0]]
     top, bottom = (before[-1] if before else end), (last[-1] if last else 0)
-    return {"top": max(levels[: top + 1]) - rest, "end": max(levels[bottom:]) - rest}
+    return {"top": max(levels[: top + 1]) - rest, "end": max(levels[bottom:]) - rest - gradients}
 
 
 def configured(config: Config, sizes: Sizes, micro_batch: int, accumulation: int) -> Config:

@@ -8,13 +8,14 @@ ranks tell a and b, and axes multiply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from .candidates import Candidate
-from .points import Kinds, Point, Points
+from .composing import Point
+from .points import Kinds, Points
 from .schedules import Schedule, Schedules
 from .stages import Cut
 from .weights import Weights
@@ -26,6 +27,10 @@ SMALL = 0.01
 """Share of the weights' part below which the tokens' part is rounding."""
 TOKENS = ("tp", "cp", "ep", "etp")
 """Axes along which collectives carry tokens."""
+
+
+WeightsOf = Callable[[int, int, int], Weights]
+"""tp, ep and etp → the parameters of a rank before data parallelism."""
 
 
 class Split(NamedTuple):
@@ -70,14 +75,25 @@ class Forms:
         points: rehearsed when first needed.
         schedules: of pipelines.
         cut: gives the entries of each stage.
-        weights: of tp, ep and etp → the parameters of a rank before data parallelism.
+        weights: of a rank, before data parallelism.
         hidden: bytes of the hidden states of one sequence.
     """
 
-    def __init__(self, points: Points, schedules: Schedules, cut: Cut, weights: object, hidden: float) -> None:
+    def __init__(self, points: Points, schedules: Schedules, cut: Cut, weights: WeightsOf, hidden: float) -> None:
         self.points, self.schedules, self.cut, self.hidden = points, schedules, cut, hidden
-        self.weights: object = cache(weights)  # type: ignore[arg-type]
-        for name in ("_split", "_tokens", "_law", "_retained", "_data", "_share"):
+        self.weights: WeightsOf = cache(weights)
+        for name in (
+            "_split",
+            "_tokens",
+            "_law",
+            "_retained",
+            "_data",
+            "_share",
+            "_states",
+            "_gradients",
+            "_unsharded",
+            "rows_left",
+        ):
             setattr(self, name, cache(getattr(self, name)))
 
     # -- points -----------------------------------------------------------------------------------
@@ -87,10 +103,10 @@ class Forms:
 
     def _split(self, kinds: Kinds, name: str, per: str) -> Split:
         """A number of a pair of ranks, per unit or for the rest."""
-        base = Kinds(self.points.base.data, self.points.base.others)
-        one = getattr(self._point(base), per).get(name, 0.0)
-        weights = 2 * one - getattr(self._point(base, micro_batch=2), per).get(name, 0.0)
-        own = getattr(self._point(Kinds(base.data, kinds.others)), per).get(name, 0.0)
+        base = self.points.base
+        one = _get(self._point(base), per, name)
+        weights = 2 * one - _get(self._point(base, micro_batch=2), per, name)
+        own = _get(self._point(Kinds(base.data, kinds.others)), per, name)
         return Split(weights, own - weights)
 
     def _law(self, kinds: Kinds, name: str, per: str, axis: str) -> float:
@@ -100,7 +116,7 @@ class Forms:
         if abs(split.tokens) < SMALL * abs(split.weights):
             return 0.0
         sizes = {"dp_shard": 2, axis: 2}
-        two = getattr(self._point(own, tuple(sorted(sizes.items()))), per).get(name, 0.0)
+        two = _get(self._point(own, tuple(sorted(sizes.items()))), per, name)
         shrunk = self._share(per, *(2 if axis == one else 1 for one in ("tp", "ep", "etp")))
         return 2 * (two - split.weights * shrunk) / split.tokens - 1
 
@@ -112,8 +128,8 @@ class Forms:
             pairs = zip(weights.entries, repeated, strict=True)
             return float(sum(entry.bytes for entry, inside in pairs if inside == (per == "unit")))
 
-        whole = size(self.weights(1, 1, 1))  # type: ignore[operator]
-        return size(self.weights(tp, ep, etp)) / whole if whole else 1.0  # type: ignore[operator]
+        whole = size(self.weights(1, 1, 1))
+        return size(self.weights(tp, ep, etp)) / whole if whole else 1.0
 
     def _tokens(self, kinds: Kinds, name: str, per: str, tp: int, cp: int, ep: int, etp: int) -> float:
         """What goes with tokens, for a micro-batch of one sequence."""
@@ -130,20 +146,25 @@ class Forms:
         if several and kinds.data == base.data:
             return 0.0
         own = self._point(Kinds(kinds.data, base.others), PAIR if several else ALONE)
-        return getattr(own, per).get(name, 0.0) - getattr(self._point(base), per).get(name, 0.0)
+        return _get(own, per, name) - _get(self._point(base), per, name)
 
     def _retained(self, kinds: Kinds, name: str, per: str, several: bool) -> float:
         """What several micro-batches in a step add to the weights' part."""
         own, sizes = Kinds(kinds.data, self.points.base.others), PAIR if several else ALONE
         one, two = self._point(own, sizes), self._point(own, sizes, accumulation=2)
-        return getattr(two, per).get(name, 0.0) - getattr(one, per).get(name, 0.0)
+        return _get(two, per, name) - _get(one, per, name)
 
     def _number(self, kinds: Kinds, c: Candidate, name: str, per: str) -> tuple[float, float]:
         """The parts of weights and of tokens of a candidate."""
         several = c.shards * c.dp_replicate > 1
         weights = self._split(kinds, name, per).weights + self._data(kinds, name, per, several)
         if c.accumulation > 1 and name in ("top", "end"):
-            weights += self._retained(kinds, name, per, several)
+            retained = self._retained(kinds, name, per, several)
+            if name == "top" and self._is_shared(kinds, c) and not self._unsharded(kinds):
+                retained *= 2 / c.shards
+            elif name == "end" and not self._unsharded(kinds):
+                retained = 0.0
+            weights += retained
         weights *= self._share(per, c.tp, c.ep, c.etp)
         return weights, c.micro_batch * self._tokens(kinds, name, per, c.tp, c.cp, c.ep, c.etp)
 
@@ -152,7 +173,7 @@ class Forms:
     def memory(self, c: Candidate) -> Memory:
         """The fullest rank of a candidate."""
         kinds, schedule = Kinds.of(c.variant, self.points.options), self.schedule(c)
-        weights: Weights = self.weights(c.tp, c.ep, c.etp)  # type: ignore[operator]
+        weights: Weights = self.weights(c.tp, c.ep, c.etp)
         shared = self._is_shared(kinds, c)
         state, update = self._states(kinds)
         top, end = ([self._number(kinds, c, name, per) for per in ("unit", "rest")] for name in ("top", "end"))
@@ -175,9 +196,10 @@ class Forms:
             )
             has_end = not schedule or self.cut.last in entries
             own = sum(weights.entries[at].bytes for at in entries if at in ends) / loose
+            gradients = held * self._gradients(kinds)
             moments = [
-                unit[0] * sum(repeats) + unit[1] * kept + rest[0] * own + (rest[1] if has_end else top[0][1])
-                for (unit, rest), kept in ((top, flying), (end, sum(repeats)))
+                more + unit[0] * sum(repeats) + unit[1] * kept + rest[0] * own + (rest[1] if has_end else top[0][1])
+                for (unit, rest), kept, more in ((top, flying, 0.0), (end, sum(repeats), gradients))
             ]
             optimizer = state * held
             peak = held + buffers + optimizer + max(*moments, update * held)
@@ -190,13 +212,28 @@ class Forms:
         held = point.of("parameters", count)
         return point.of("optimizer", count) / held, point.of("update", count) / held
 
+    def rows_left(self, tp: int, ep: int, etp: int, shards: int) -> bool:
+        """Return True if the rows of some parameter on a rank do not divide into shards."""
+        weights: Weights = self.weights(tp, ep, etp)
+        return any(rows % shards for entry in weights.entries for rows, _, expert, _ in entry.shapes if not expert)
+
+    def _gradients(self, kinds: Kinds) -> float:
+        """Bytes of gradients at rest for each byte of parameters at rest."""
+        point, count = self._point(Kinds(kinds.data, self.points.base.others)), self.points.composer.repetitions
+        return point.of("gradients", count) / point.of("parameters", count)
+
+    def _unsharded(self, kinds: Kinds) -> bool:
+        """Whether whole gradients wait for the last micro-batch."""
+        point = self._point(Kinds(kinds.data, self.points.base.others), accumulation=2)
+        return point.of("unsharded", self.points.composer.repetitions) > 0
+
     def _is_shared(self, kinds: Kinds, c: Candidate) -> bool:
         """Whether a way of data parallelism shards parameters at rest."""
         if c.shards == 1:
             return False
-        own, count = Kinds(kinds.data, self.points.base.others), self.points.composer.repetitions
-        pair, alone = (self._point(own, sizes).of("parameters", count) for sizes in (PAIR, ALONE))
-        return pair < 0.75 * alone
+        own = Kinds(kinds.data, self.points.base.others)
+        pair = self._point(own).of("parameters", self.points.composer.repetitions)
+        return pair < 0.75 * self.weights(1, 1, 1).bytes
 
     def schedule(self, c: Candidate) -> Schedule | None:
         return self.schedules.get(c.variant, c.pp, c.accumulation) if c.pp > 1 else None
@@ -253,10 +290,10 @@ class Forms:
         self, once: Point, twice: Point, name: str, c: Candidate, units: float, ends: float,
         shrunk: Mapping[str, float] | None,
     ) -> float:  # fmt: skip
-        """A number of a step with the candidate's micro-batches: some collectives come once a step, others with each."""
+        """A number of a step with the candidate's micro-batches: some collectives come with each, others once."""
         total = 0.0
         for per, times in (("unit", units), ("rest", ends)):
-            one, two = (getattr(point, per).get(name, 0.0) for point in (once, twice))
+            one, two = (_get(point, per, name) for point in (once, twice))
             total += times * (one + (c.accumulation - 1) * (two - one)) * (shrunk[per] if shrunk else 1.0)
         return total
 
@@ -277,6 +314,11 @@ class Forms:
                 )
                 found.append(Sent(kind, axis, c.sizes[axis], calls, held * c.micro_batch * c.accumulation / apart))
         return found
+
+
+def _get(point: Point, per: str, name: str) -> float:
+    numbers: Mapping[str, float] = getattr(point, per)
+    return numbers.get(name, 0.0)
 
 
 @cache

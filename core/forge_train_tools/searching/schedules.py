@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from forge_train import Model
+from torch import nn
+
+from forge_train import ConfigError, Model
 from forge_train.plugin import hookspecs
 from forge_train_kit.pipeline.timetable import PipelineExecutor, Timetable
 
@@ -56,11 +58,11 @@ class Schedules:
         return _read(second, _extended(first, second, micro_batches))
 
     def _timetable(self, variant: Variant, pp: int, micro_batches: int) -> Timetable:
-        from torch import nn
-
         with self._composer.job(variant, {"pp": pp}, 1, micro_batches) as job:
             whole = nn.Module()
-            executor: PipelineExecutor = hookspecs.executor(Model([whole], []), hookspecs.task(job), job)
+            executor = hookspecs.executor(Model([whole], []), hookspecs.task(job), job)
+            if not isinstance(executor, PipelineExecutor):
+                raise ConfigError("the executor does not declare what its ranks do")
             return executor.timetable(micro_batches)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from forge_train.base.names import PluginRef
-from forge_train.config import Config
+from forge_train.base.names import PluginRef, canonical
 from forge_train.mesh.axes import AXES
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup
@@ -79,28 +78,32 @@ class Options:
             yield Variant(tuple(zip(kinds, chosen, strict=True)))
 
 
-def options_of(setup: Setup, pinned: Sequence[str]) -> Options:
+def options_of(setup: Setup, request: Request) -> Options:
     """Read from the installed plugins what there is to choose.
 
     Args:
         setup: of the configuration, for several processes.
-        pinned: keys that stay as they are.
+        request: the user's; plugins that it names, and values that it sets, stay as they are.
     """
+    pinned, asked = pinned_keys(request), {canonical(name) for name in request.plugins}
+    removed = {canonical(name) for name in request.without}
     kinds: dict[str, list[tuple[PluginRef, tuple[str, ...]]]] = {}
     for found in discover():
-        if stated := SEARCH.read(found):
+        if found.name not in removed and (stated := SEARCH.read(found)):
             kinds.setdefault(_provided(found), []).append((found, stated))
     axes: dict[str, tuple[Choice, ...]] = {}
     others: dict[str, tuple[Choice, ...]] = {}
-    enabled, config = setup.hooks.enabled, setup.config
+    enabled = setup.hooks.enabled
     for kind, plugins in kinds.items():
+        fixed = [one for one in plugins if one[0].name in asked]
+        plugins = fixed or plugins
         own = [found.name for found, _ in plugins if found.name in enabled]
-        choices = [one for found, stated in plugins for one in _choices(found.name, stated, own, config, pinned)]
+        choices = [one for found, stated in plugins for one in _choices(found.name, stated, own, pinned)]
         if kind in AXES:
             axes[kind] = tuple(choices)
             continue
         default = any(enabled[name].default for name in own)
-        nothing = [] if default or f"plugin {kind}" in pinned else [Choice(without=tuple(own), own=not own)]
+        nothing = [] if default or fixed else [Choice(without=tuple(own), own=not own)]
         others[kind] = tuple(sorted([*nothing, *choices], key=lambda one: not one.own))
     searched = {found.name for plugins in kinds.values() for found, _ in plugins}
     left = [f"parallel.{axis}" for axis in sorted(installed())]
@@ -108,9 +111,13 @@ def options_of(setup: Setup, pinned: Sequence[str]) -> Options:
     return Options(axes, others, tuple(left))
 
 
-def _choices(
-    name: str, stated: Sequence[str], own: Sequence[str], config: Config, pinned: Sequence[str]
-) -> Iterator[Choice]:
+def pinned_keys(request: Request) -> frozenset[str]:
+    """Keys that the command line or the environment sets."""
+    assignments = (*request.set, *split_assignments(request.environment))
+    return frozenset(one.partition("=")[0].strip() for one in assignments)
+
+
+def _choices(name: str, stated: Sequence[str], own: Sequence[str], pinned: Collection[str]) -> Iterator[Choice]:
     """The choices of one plugin; options that are pinned stay as they are."""
     displaced = tuple(other for other in own if other != name)
     seen = set()

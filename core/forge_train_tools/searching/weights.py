@@ -68,7 +68,7 @@ def weights_of(
         pattern: of its repetitions.
     """
     stands_for = _representatives(units, pattern)
-    named = {name: parameter for name, parameter in short.named_parameters()}
+    named = dict(short.named_parameters())
     experts = tuple(f"{name}." for name, module in short.named_modules() if getattr(module, "domain", "") == "expert")
     owned: dict[str, list[tuple[int, int, bool, bool]]] = {}
     names = sorted({stands_for.get(name, name) for entry in entries for name in entry}, key=len, reverse=True)

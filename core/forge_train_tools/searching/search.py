@@ -1,0 +1,260 @@
+"""The search: every layout of a configuration for a world, ranked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from forge_train.base.errors import ConfigError
+from forge_train.base.format import format_bytes
+from forge_train.registry.setup import Setup
+from forge_train_kit.pipeline.parts import cost_of, part_of
+
+from ..configuration.request import Request
+from ..configuration.setup import resolve
+from ..planning.clusters import Cluster
+from .candidates import SIZES, Candidate, divisors, layouts, micro_batches
+from .composing import Composer
+from .forms import Forms, Memory
+from .legality import Legality
+from .points import DATA, Points
+from .schedules import Schedules
+from .speed import Speed, speed
+from .stages import Cut
+from .variants import Choice, options_of, pinned_keys
+from .weights import Weights, entries_of, repetitions, weights_of
+
+WIDEST = 64
+"""Ranks of context and expert parallelism beyond which nothing is searched."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A legal layout, by closed forms."""
+
+    candidate: Candidate
+    memory: Memory
+    speed: Speed
+    tokens_per_second: float
+    mfu: float | None
+    fits: bool
+    exact: bool = False
+    """True if the memory is that of a rehearsal of the whole layout."""
+
+
+@dataclass
+class Search:
+    """Results of a search."""
+
+    world: int
+    cluster: Cluster
+    ranked: list[Found] = field(default_factory=list)
+    """Layouts that fit, the fastest first."""
+    too_large: list[Found] = field(default_factory=list)
+    """Layouts that do not fit, the smallest first."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Reason → layouts that can't be."""
+    unvaried: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    rehearsed: int = 0
+    """Points of short models that were rehearsed."""
+
+    @property
+    def legal(self) -> int:
+        return len(self.ranked) + len(self.too_large)
+
+    @property
+    def front(self) -> list[Found]:
+        """Layouts that none beats in both speed and memory, the fastest first."""
+        found, least = [], math.inf
+        for one in self.ranked:
+            if one.memory.peak < least:
+                found.append(one)
+                least = one.memory.peak
+        return found
+
+
+def search(request: Request, *, world: int, cluster: Cluster) -> Search:
+    """Rank every layout of a configuration.
+
+    Args:
+        request: the configuration.
+        world: the number of ranks.
+        cluster: of the devices.
+
+    Raises:
+        ConfigError: for a configuration that can't be searched.
+    """
+    space = Space(request, world, cluster)
+    made = Search(world, cluster, unvaried=space.points.options.unvaried)
+    for candidate in space.candidates():
+        if reason := space.legality.verdict(candidate):
+            made.refused[_rule(reason)] += 1
+            continue
+        found = space.found(candidate)
+        (made.ranked if found.fits else made.too_large).append(found)
+    made.refused.update(space.refused)
+    made.ranked.sort(key=lambda one: (-one.tokens_per_second, one.memory.peak))
+    made.too_large.sort(key=lambda one: one.memory.peak)
+    made.notes, made.rehearsed = tuple(space.points.notes), space.points.count
+    return made
+
+
+class Space:
+    """Everything that closed forms need of a configuration."""
+
+    def __init__(self, request: Request, world: int, cluster: Cluster) -> None:
+        self.world, self.cluster, self._pinned = world, cluster, pinned_keys(request)
+        setup = resolve(request, world=max(world, 2), data=False, measured=False, training=False)
+        self.config = setup.config
+        self.composer = Composer(request, world, on_cuda=True)
+        self.points = Points(self.composer, options_of(setup, request))
+        self.refused: Counter[str] = Counter()
+        model = self.composer.look(self.points.variant(self.points.base, {})).model.parts[0]
+        train = self.config.train
+        self._entries = entries_of(model)
+        costs = [
+            cost_of(part_of(model, self._entries, range(at, at + 1)), train.sequence)
+            for at in range(len(self._entries))
+        ]
+        units = self.composer.unit_names
+        cut = Cut(costs, repetitions(self._entries, units, self.composer.pattern))
+        shape = getattr(model, "hidden_shape", None)
+        hidden = math.prod(shape(1, train.sequence)) * (4 if train.precision == "fp32" else 2) if shape else 0.0
+        declared = getattr(model, "flops_per_token", None)
+        self.flops_per_token = float(declared(train.sequence)) if declared else None
+        self.forms = Forms(self.points, Schedules(self.composer), cut, self._weights, hidden)
+        self._keeps_replicas = cache(self._find_replicas)
+        self.legality = Legality(self.forms, self.points, world, train.global_batch)
+
+    def _weights(self, tp: int, ep: int, etp: int) -> Weights:
+        axes = {"tp": tp, "ep": ep, "etp": etp, "dp_shard": ep}
+        axes = {axis: size for axis, size in axes.items() if size > 1}
+        with self.composer.composed(self.points.variant(self.points.base, axes), axes) as short:
+            return weights_of(short, self._entries, self.composer.unit_names, self.composer.pattern)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Layouts whose axes the model can have, with every choice of batches and plugins."""
+        train, options = self.config.train, self.points.options
+        allowed = {axis: self._allowed(axis) for axis in SIZES}
+        pairs = [
+            (ep, etp)
+            for etp in (self._allowed("etp") if len(self._allowed("ep")) > 1 else [1])
+            for ep in self._allowed("ep")
+        ]
+        for sizes in layouts(self.world, allowed, pairs):
+            data = sizes["dp_replicate"] * sizes["dp_shard"]
+            if train.global_batch % data:
+                self.refused["train.global_batch is no multiple of the data-parallel ranks"] += 1
+                continue
+            axes = [axis for axis in options.axes if sizes.get(axis, 1) > 1]
+            if sizes["etp"] > 1 and "ep" in options.axes and "ep" not in axes:
+                axes.append("ep")
+            share = train.global_batch // data
+            for variant in options.variants(axes):
+                if not self._differs(variant.of(DATA), sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"]):
+                    continue
+                for size in micro_batches(share, train.micro_batch if "train.micro_batch" in self._pinned else 0):
+                    yield Candidate(**sizes, micro_batch=size, accumulation=share // size, variant=variant)
+
+    def _differs(self, data: Choice, replicas: int, shards: int) -> bool:
+        """Return False for another name of a layout that is looked at anyway: one rank has nothing to share, and where
+        replicas are sharded like the rest, or nothing is, both axes do the same."""
+        if replicas * shards == 1:
+            return data == self.points.base.data
+        return replicas == 1 or self._keeps_replicas(data)
+
+    def _find_replicas(self, data: Choice) -> bool:
+        whole = self.forms.weights(1, 1, 1).bytes
+        kinds = replace(self.points.base, data=data)
+
+        def held(axis: str) -> int:
+            with self.composer.composed(self.points.variant(kinds, {axis: 2}), {axis: 2}) as short:
+                return weights_of(short, self._entries, self.composer.unit_names, self.composer.pattern).bytes
+
+        return held("dp_shard") < 0.75 * whole <= held("dp_replicate")
+
+    def _allowed(self, axis: str) -> list[int]:
+        """Sizes of an axis that the model can have."""
+        configured = getattr(self.config.parallel, axis)
+        if f"parallel.{axis}" in self._pinned and configured > 0:
+            return [configured]
+        sizes = divisors(self.world)
+        if axis in ("dp_shard", "dp_replicate"):
+            return sizes
+        if axis == "pp":
+            sizes = [one for one in sizes if one <= len(self._entries)]
+            return [1] if len(sizes) > 1 and self._refuses(("pp", sizes[1])) else sizes
+        most = self.cluster.links[0].ranks or WIDEST if axis in ("tp", "etp") else WIDEST
+        found = []
+        for size in (one for one in sizes if one <= most):
+            if size == 1 or not self._refuses(*((("tp", size), (axis, size)) if axis == "etp" else ((axis, size),))):
+                found.append(size)
+        return found
+
+    def _refuses(self, *sizes: tuple[str, int]) -> bool:
+        if reason := self.legality.of_axis(*sizes):
+            self.refused[_rule(reason)] += 1
+        return bool(reason)
+
+    def found(self, c: Candidate) -> Found:
+        """The numbers of a legal layout."""
+        memory = self.forms.memory(c)
+        took = speed(
+            c, self.cluster, self.config.train.precision, self.forms.flops(c), self.forms.sent(c), memory,
+            self.forms.schedule(c),
+        )  # fmt: skip
+        rate = self.config.train.tokens_per_step / took.step
+        peak = self.cluster.flops(self.config.train.precision)
+        mfu = None if self.flops_per_token is None else rate * self.flops_per_token / (self.world * peak)
+        return Found(c, memory, took, rate, mfu, memory.peak <= self.cluster.memory)
+
+
+def _rule(reason: str) -> str:
+    """A reason without the numbers of one layout, so that equal ones count together."""
+    return re.sub(r"\d[\d,.]*", "…", reason.split("\n", 1)[0].split(" (", 1)[0])
+
+
+def chosen(request: Request, candidate: Candidate) -> Request:
+    """The request with a layout."""
+    made = candidate.variant.request(request)
+    return replace(made, set=(*made.set, *candidate.settings))
+
+
+def setup_of(request: Request, world: int) -> Setup:
+    """A run with the chosen layout, checked as `forge train` checks it."""
+    return resolve(request, world=world, data=False, measured=False)
+
+
+def why_slower(one: Found, best: Found) -> str:
+    """The largest difference to the best layout, in words."""
+    parts: Mapping[str, float] = {
+        "computes more": one.speed.compute - best.speed.compute,
+        "waits longer for collectives in each layer": one.speed.blocking - best.speed.blocking,
+        "has more data-parallel traffic than compute hides": one.speed.exposed - best.speed.exposed,
+        "has a larger pipeline bubble": one.speed.idle - best.speed.idle,
+        "updates more weights on each rank": one.speed.update - best.speed.update,
+    }
+    reason = max(parts, key=lambda key: parts[key])
+    return (
+        f"{reason} (+{parts[reason] / best.speed.step:.1%})"
+        if parts[reason] > 0
+        else "is as fast, and takes more memory"
+    )
+
+
+def nothing_fits(made: Search) -> ConfigError:
+    """The error of a search in which no layout fits, with the nearest that does and what it lacks."""
+    if not made.too_large:
+        reason, count = made.refused.most_common(1)[0] if made.refused else ("there is none", 0)
+        return ConfigError(f"No layout of {made.world} ranks is possible: {reason} ({count} layouts).")
+    nearest = made.too_large[0]
+    return ConfigError(
+        f"No layout of {made.world} ranks fits into {made.cluster.name}: the nearest, {nearest.candidate}, takes "
+        f"{format_bytes(int(nearest.memory.peak))} of {format_bytes(int(made.cluster.memory))}; "
+        f"{format_bytes(int(nearest.memory.peak - made.cluster.memory))} are missing. More ranks would share more."
+    )

@@ -1,0 +1,94 @@
+"""Time of a step on a cluster, by the closed forms of its work and its traffic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..planning.clusters import Cluster
+from .candidates import Candidate
+from .forms import TOKENS, Memory, Sent
+from .schedules import Schedule
+
+Bound = Literal["compute", "communication", "bubble"]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a step, and what they are spent on."""
+
+    step: float
+    compute: float
+    """In matrix products and attention, at the cluster's efficiency, recomputation included."""
+    blocking: float
+    """In collectives that each layer waits for, and in messages between stages."""
+    exposed: float
+    """In collectives of data parallelism that compute does not hide."""
+    idle: float
+    """In a pipeline's bubble."""
+    update: float
+    """In the optimizer, by the bandwidth of memory."""
+    bubble: float
+    """Share of the step without work."""
+    traffic: tuple[tuple[str, float], ...]
+    """Level of the network → bytes that a rank sends over it."""
+
+    @property
+    def bound(self) -> Bound:
+        largest: dict[Bound, float] = {
+            "compute": self.compute, "communication": self.blocking + self.exposed, "bubble": self.idle,
+        }  # fmt: skip
+        return max(largest, key=lambda one: largest[one])
+
+
+def span(c: Candidate, axes: str) -> int:
+    """Ranks from the first to the last of a group: those of an axis lie further apart, the further outside it is."""
+    inside = {
+        "tp": c.tp,
+        "etp": c.etp,
+        "ep": c.ep * c.etp,
+        "cp": c.tp * c.cp,
+        "dp_shard": c.tp * c.cp * c.dp_shard,
+        "dp_shard × cp": c.tp * c.cp * c.dp_shard,
+        "dp_replicate": c.tp * c.cp * c.dp_shard * c.dp_replicate,
+    }
+    return inside.get(axes, math.prod(c.sizes[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")))
+
+
+def speed(
+    c: Candidate, cluster: Cluster, precision: str, flops: float, sent: Sequence[Sent], memory: Memory,
+    schedule: Schedule | None,
+) -> Speed:  # fmt: skip
+    """The time of a step. Collectives of data parallelism are hidden behind compute as far as that is longer; those
+    that each layer waits for are not.
+
+    Args:
+        c: the layout.
+        cluster: its devices and links.
+        precision: of `train.precision`.
+        flops: of a micro-batch, on the rank with most.
+        sent: collectives of a step.
+        memory: at rest, for the optimizer's step.
+        schedule: of a pipeline.
+    """
+    compute = c.accumulation * flops / (cluster.flops(precision) * cluster.efficiency)
+    blocking = hidden = 0.0
+    levels: dict[str, float] = {link.level: 0.0 for link in cluster.links}
+    for one in sent:
+        link = cluster.link(span(c, one.axes))
+        steps = one.calls * (1 if one.kind == "send" else (2 if one.kind == "all_reduce" else 1) * (one.ranks - 1))
+        seconds = one.bytes / link.bandwidth + steps * link.latency
+        levels[link.level] += one.bytes
+        if one.axes in TOKENS or one.axes == "pp":
+            blocking += seconds
+        else:
+            hidden += seconds
+    busy = compute + blocking
+    idle = busy * (schedule.stretch - 1) if schedule else 0.0
+    exposed = max(hidden - compute, 0.0)
+    update = 2 * (memory.parameters + memory.optimizer) / cluster.bandwidth
+    step = busy + idle + exposed + update
+    traffic = tuple((level, size) for level, size in levels.items())
+    return Speed(step, compute, blocking, exposed, idle, update, idle / step, traffic)

@@ -1,0 +1,60 @@
+"""Layouts of small models for tests of the search, and what a composition says of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from forge_train.base.errors import ConfigError
+from forge_train.mesh.layout import Layout
+from forge_train.mesh.world import World
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.planning.stages import look_at_stages
+from forge_train_tools.searching.candidates import SIZES, Candidate
+from forge_train_tools.searching.search import Space, chosen, setup_of
+
+SMALL = (
+    "decoder.layers=4",
+    "decoder.dim=48",
+    "decoder.heads=6",
+    "decoder.kv_heads=3",
+    "decoder.hidden=96",
+    "train.sequence=48",
+    "train.global_batch=24",
+    "train.precision=bf16",
+    "train.steps=1",
+)
+
+
+def request(*settings: str, plugins: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Request:
+    return Request(config="quickstart", plugins=plugins, without=without, set=(*SMALL, *settings))
+
+
+def every_candidate(space: Space) -> list[Candidate]:
+    """Candidates whether or not the model can have them: each size of each axis that tiles the world."""
+    space.__dict__["_allowed"] = lambda axis: [
+        one for one in range(1, space.world + 1) if space.world % one == 0 or axis == "ep"
+    ]
+    space.__dict__["_differs"] = lambda *_: True
+    return list(space.candidates())
+
+
+def composes(space: Space, given: Request, candidate: Candidate) -> str:
+    """Why a composition of all stages refuses a candidate; empty if it does not."""
+    world = math.prod(candidate.sizes[axis] for axis in SIZES)
+    try:
+        setup = setup_of(chosen(given, candidate), world)
+        layout = Layout.of(setup.config.parallel, world)
+        look_at_stages(setup, layout, World(size=world, local_size=world), Path("runs/plan"), alternatives=False)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def verdict(space: Space, candidate: Candidate) -> str:
+    """Why the search refuses a candidate; empty if it does not."""
+    for axes in (("tp",), ("cp",), ("pp",), ("ep",), ("tp", "etp")):
+        sizes = tuple((axis, 2 if axis == "pp" else candidate.sizes[axis]) for axis in axes)
+        if candidate.sizes[axes[-1]] > 1 and (reason := space.legality.of_axis(*sizes)):
+            return reason
+    return space.legality.verdict(candidate)

@@ -1,0 +1,88 @@
+"""Clusters as data files: those that come with Forge, and what is wrong with a user's."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from forge_train.base.errors import ConfigError
+from forge_train_tools.planning.clusters import cluster, names
+
+pytestmark = pytest.mark.unit
+
+GOOD = """
+name = "Mine"
+devices = 4
+memory = 24e9
+bandwidth = 1e12
+efficiency = 0.4
+
+[peak]
+bf16 = 100e12
+
+[[links]]
+level = "node"
+ranks = 4
+bandwidth = 25e9
+latency = 5e-6
+
+[[links]]
+level = "cluster"
+bandwidth = 1e9
+latency = 50e-6
+"""
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_number_of_a_preset_has_a_source(name: str) -> None:
+    found = cluster(name)
+    own = {one.name for one in dataclasses.fields(found)} - {"name", "links", "sources"}
+    links = {f"links.{link.level}.{key}" for link in found.links for key in ("bandwidth", "latency")}
+    assert set(found.sources) == own | links
+    assert all(found.sources.values())
+
+
+def test_a_group_of_ranks_uses_the_link_of_its_level(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    found = cluster(str(file))
+    assert [found.link(span).level for span in (2, 4, 8, 3)] == ["node", "node", "cluster", "cluster"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("memory = 24e9\n", "", "memory is missing"),
+        ("bf16 = 100e12\n", "", "[peak] is empty"),
+        ("bf16 = 100e12", "bf16 = -1", "peak.bf16 must be a number above 0"),
+        ("efficiency = 0.4", "efficiency = 4.0", "at most 1"),
+        ("devices = 4", "devices = 4.5", "devices must be a whole number"),
+        ("latency = 5e-6\n", "", "links.node: latency is missing"),
+        ("ranks = 4\n", "", "links.node needs ranks"),
+        ("bandwidth = 1e12", "bandwith = 1e12", "bandwidth is missing"),
+        ('name = "Mine"', 'name = "Mine"\nnodes = 3', "there is no 'nodes'"),
+        ("[peak]", "[peak", "can't be read"),
+    ],
+)
+def test_a_hole_in_a_file_is_one_sentence(tmp_path: Path, old: str, new: str, words: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD.replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        cluster(str(file))
+    assert words in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_device_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no data sheet of a device 'h10'\. Did you mean"):
+        cluster("h10")
+
+
+def test_a_precision_without_a_peak(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    with pytest.raises(ConfigError, match=r"\[peak\] has no fp32"):
+        cluster(str(file)).flops("fp32")

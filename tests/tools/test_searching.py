@@ -1,0 +1,93 @@
+"""The search for a layout: its closed forms and verdicts agree with compositions and rehearsals."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from forge_train.base.errors import ConfigError
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.planning import plan
+from forge_train_tools.planning.clusters import cluster
+from forge_train_tools.searching.candidates import layouts, micro_batches
+from forge_train_tools.searching.search import Space, chosen, nothing_fits, search, setup_of
+from searched import composes, every_candidate, request, verdict
+
+FEW = request("fsdp2.reduce=last", plugins=("fsdp2",), without=("cp", "ep", "ac"))
+"""With little to choose from: pipelines, tensor parallelism and sharding."""
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return Space(FEW, 4, cluster("h100"))
+
+
+@pytest.mark.unit
+def test_layouts_tile_the_world() -> None:
+    allowed = {"pp": [1, 2], "tp": [1, 2, 3], "cp": [1], "dp_replicate": [1, 2, 3], "dp_shard": [1, 2, 3, 6]}
+    found = [tuple(one.values())[:5] for one in layouts(6, allowed, [(1, 1)])]
+    assert len(set(found)) == len(found) == 15
+    assert all(pp * rep * shard * cp * tp == 6 for pp, rep, shard, cp, tp in found)
+
+
+@pytest.mark.unit
+def test_micro_batches_divide_the_share() -> None:
+    assert micro_batches(24, 0) == [1, 2, 4, 8]
+    assert (micro_batches(24, 3), micro_batches(24, 5)) == ([3], [])
+
+
+def _disagreements(space: Space, given: Request, some: Sequence[object]) -> list[str]:
+    found = []
+    for one in some:
+        said, truth = verdict(space, one), composes(space, given, one)  # type: ignore[arg-type]
+        if bool(said) != bool(truth):
+            found.append(f"{one}: {said or 'legal'!r}, and the composition: {truth or 'legal'!r}")
+    return found
+
+
+@pytest.mark.unit
+def test_verdicts_agree_with_the_composition(space: Space) -> None:
+    some = random.Random(1).sample(every_candidate(Space(FEW, 4, cluster("h100"))), 8)
+    assert _disagreements(space, FEW, some) == []
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("world", "more"), [(4, ()), (6, ()), (8, ()), (8, ("moe",)), (12, ())])
+def test_verdicts_agree_on_hundreds_of_layouts(world: int, more: tuple[str, ...]) -> None:
+    given = request(*(("moe.experts=4",) if more else ()), plugins=more)
+    space = Space(given, world, cluster("h100"))
+    every = every_candidate(space)
+    assert _disagreements(space, given, random.Random(world).sample(every, min(80, len(every)))) == []
+
+
+@pytest.mark.slow
+def test_memory_agrees_with_the_rehearsal(space: Space) -> None:
+    errors = []
+    for one in space.candidates():
+        if (one.micro_batch, one.accumulation) not in ((2, 6), (1, 12)) or one.pp * one.tp * one.dp_shard != 4:
+            continue
+        made = plan(setup_of(chosen(FEW, one), 4), world=4, device="h100")
+        assert made.memory.peak is not None
+        assert space.forms.memory(one).parameters == pytest.approx(made.memory.parameters)
+        errors.append(abs(space.forms.memory(one).peak / made.memory.peak - 1))
+    assert len(errors) >= 3
+    assert sorted(errors)[len(errors) // 2] < 0.1
+
+
+@pytest.mark.unit
+def test_a_search_ranks_what_fits_and_counts_the_rest() -> None:
+    given = request(
+        "fsdp2.reduce=last", "train.micro_batch=1", plugins=("fsdp2",), without=("cp", "ep", "ac", "pp", "tp")
+    )
+    made = search(given, world=2, cluster=cluster("h100"))
+    rates = [one.tokens_per_second for one in made.ranked]
+    assert {str(one.candidate).split(",")[0] for one in made.ranked} == {"dp_shard 2", "dp_replicate 2"}
+    assert rates == sorted(rates, reverse=True)
+    assert made.front[0] is made.ranked[0]
+    assert [one.memory.peak for one in made.front] == sorted((one.memory.peak for one in made.front), reverse=True)
+
+    small = search(given, world=5, cluster=cluster("h100"))
+    with pytest.raises(ConfigError, match=r"No layout of 5 ranks is possible: train\.global_batch"):
+        raise nothing_fits(small)
