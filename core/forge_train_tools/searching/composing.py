@@ -48,8 +48,8 @@ class Point:
     Of memory, in bytes beyond parameters, buffers and the optimizer's state, the most at once: `top`, until the last
     unit's backward pass has ended; `end`, from the first unit's, beyond gradients; `update`, in the optimizer's step.
     Each grows evenly with the units, which the largest of them does not. At rest: `parameters`, `buffers`,
-    `gradients`, `optimizer`, `unsharded`. Of work: `flops` of kernels, and `bytes` of those that nothing fuses. Of communication, by kind and
-    axes: `calls KIND AXES` and `held KIND AXES`.
+    `gradients`, `optimizer`, `unsharded`. Of work: `flops` of kernels, and `bytes` of those that nothing fuses. Of
+    communication, by kind and axes: `calls KIND AXES` and `held KIND AXES`.
     """
 
     rest: Numbers
