@@ -60,11 +60,11 @@ def run(
     found = search(request, world=world, cluster=of(str(Path(cluster).resolve()) if cluster else device or ""))
     if not found.ranked:
         raise nothing_fits(found)
-    setups = _rehearse(request, found, rehearse)
+    setups = _rehearse(found, rehearse)
     if not found.ranked:
         raise nothing_fits(found)
     if write:
-        _write(request, found, setups, Path(write))
+        _write(found, setups, Path(write))
     if as_json:
         click.echo(dumps(_as_json(found, tokens, price), indent=1))
     else:
@@ -73,7 +73,7 @@ def run(
             click.echo(f"Wrote {write}.")
 
 
-def _rehearse(request: Request, found: Search, count: int) -> dict[str, Setup]:
+def _rehearse(found: Search, count: int) -> dict[str, Setup]:
     """Plan the best layouts as `forge plan` does: those that do not fit after all are left out."""
     from forge_train_tools.planning import plan
     from forge_train_tools.searching.search import chosen, setup_of
@@ -81,7 +81,7 @@ def _rehearse(request: Request, found: Search, count: int) -> dict[str, Setup]:
     done: dict[str, Setup] = {}
     while len(done) < min(count, len(found.ranked)):
         one = found.ranked[len(done)]
-        setup = setup_of(chosen(request, one.candidate), found.world)
+        setup = setup_of(chosen(found.request, one.candidate), found.world)
         made = plan(setup, world=found.world, nodes=0, device=None, on_cuda=True)
         peak = made.memory.peak
         exact = one if peak is None else replace(one, memory=replace(one.memory, peak=float(peak)), exact=True)
@@ -95,12 +95,12 @@ def _rehearse(request: Request, found: Search, count: int) -> dict[str, Setup]:
     return done
 
 
-def _write(request: Request, found: Search, setups: dict[str, Setup], file: Path) -> None:
+def _write(found: Search, setups: dict[str, Setup], file: Path) -> None:
     from forge_train.loop.describe import to_toml
     from forge_train_tools.searching.search import chosen, setup_of
 
     best = found.ranked[0]
-    setup = setups.get(str(best.candidate)) or setup_of(chosen(request, best.candidate), found.world)
+    setup = setups.get(str(best.candidate)) or setup_of(chosen(found.request, best.candidate), found.world)
     where = f"{found.world} × {found.cluster.name}"
     head = f"# The best layout of {where} that `forge plan --search` found: {best.candidate}.\n"
     screen.write(file, head + to_toml(setup.config, setup.hooks))

@@ -32,18 +32,21 @@ def request(*settings: str, plugins: tuple[str, ...] = (), without: tuple[str, .
 
 def every_candidate(space: Space) -> list[Candidate]:
     """Candidates whether or not the model can have them: each size of each axis that tiles the world."""
+    axes = space.points.options.axes
     space.__dict__["_allowed"] = lambda axis: [
-        one for one in range(1, space.world + 1) if space.world % one == 0 or axis == "ep"
+        one
+        for one in range(1, space.world + 1)
+        if one == 1 or (space.world % one == 0 and (axis.startswith("dp_") or axis.replace("etp", "ep") in axes))
     ]
     space.__dict__["_differs"] = lambda *_: True
     return list(space.candidates())
 
 
-def composes(space: Space, given: Request, candidate: Candidate) -> str:
+def composes(space: Space, candidate: Candidate) -> str:
     """Why a composition of all stages refuses a candidate; empty if it does not."""
     world = math.prod(candidate.sizes[axis] for axis in SIZES)
     try:
-        setup = setup_of(chosen(given, candidate), world)
+        setup = setup_of(chosen(space.request, candidate), world)
         layout = Layout.of(setup.config.parallel, world)
         look_at_stages(setup, layout, World(size=world, local_size=world), Path("runs/plan"), alternatives=False)
     except ConfigError as error:

@@ -35,6 +35,8 @@ from .variants import Variant
 
 SHORT = 2
 """Repetitions in the shorter of two rehearsals; the other has one more."""
+ENOUGH = 4
+"""Micro-batches for each rank of a pipeline, enough for every schedule."""
 Sizes = Mapping[str, int]
 """Axis → size; 1 for an axis that is not named."""
 Numbers = Mapping[str, float]
@@ -128,7 +130,7 @@ class Composer:
         Raises:
             ConfigError: for a layout that this model can't have.
         """
-        with self.job(variant, sizes, micro_batch, 1) as job:
+        with self.job(variant, sizes, micro_batch, ENOUGH * sizes.get("pp", 1)) as job:
             yield self.short(job, 1).model.parts[0]
 
     def rehearse(self, variant: Variant, sizes: Sizes, *, micro_batch: int = 1, accumulation: int = 1) -> Point:

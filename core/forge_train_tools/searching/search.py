@@ -58,6 +58,8 @@ class Search:
     """Layouts that do not fit, the smallest first."""
     refused: Counter[str] = field(default_factory=Counter)
     """Reason → layouts that can't be."""
+    request: Request = field(default_factory=Request)
+    """The configuration that was searched, without what it would not enable anyway."""
     unvaried: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     rehearsed: int = 0
@@ -90,7 +92,7 @@ def search(request: Request, *, world: int, cluster: Cluster) -> Search:
         ConfigError: for a configuration that can't be searched.
     """
     space = Space(request, world, cluster)
-    made = Search(world, cluster, unvaried=space.points.options.unvaried)
+    made = Search(world, cluster, request=space.request, unvaried=space.points.options.unvaried)
     for candidate in space.candidates():
         if reason := space.legality.verdict(candidate):
             made.refused[_rule(reason)] += 1
@@ -111,7 +113,8 @@ class Space:
         self.world, self.cluster, self._pinned = world, cluster, pinned_keys(request)
         setup = resolve(request, world=max(world, 2), data=False, measured=False, training=False)
         self.config = setup.config
-        self.composer = Composer(request, world, on_cuda=True)
+        self.request = replace(request, without=setup.config.without)
+        self.composer = Composer(self.request, world, on_cuda=True)
         self.points = Points(self.composer, options_of(setup, request))
         self.refused: Counter[str] = Counter()
         model = self.composer.look(self.points.variant(self.points.base, {})).model.parts[0]
@@ -184,6 +187,8 @@ class Space:
         if f"parallel.{axis}" in self._pinned and configured > 0:
             return [configured]
         sizes = divisors(self.world)
+        if axis in ("pp", "cp", "tp", "ep", "etp") and {"etp": "ep"}.get(axis, axis) not in self.points.options.axes:
+            return [1]
         if axis in ("dp_shard", "dp_replicate"):
             return sizes
         if axis == "pp":
