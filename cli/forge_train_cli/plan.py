@@ -75,9 +75,8 @@ def plan(
     stage, and show the timeline of all. Nothing is allocated, and only --svg writes a file.
 
     \b
-    forge plan --world 4                              the quickstart on 4 ranks
-    forge plan big.toml --world 512 --device h100     does it fit, and what bounds it?
-    forge plan big.toml --world 512 --device h100 --search --write best.toml
+    forge plan big.toml --world 512 --device h100             does it fit, and what bounds it?
+    forge plan big.toml --world 512 --device h100 --search    choose a layout
     """
     if search.wanted(searched, {"schedules": schedules, "svg": svg, "nodes": nodes}):
         search.run(request, world, device, **searched, as_json=as_json)

@@ -143,6 +143,7 @@ def _as_json(found: Search, tokens: float | None, price: float | None) -> dict[s
         "layouts": layouts,
         "too_large": len(found.too_large),
         "refused": dict(found.refused),
+        "unchecked": found.unchecked,
         "unvaried": list(found.unvaried),
         "notes": list(found.notes),
     }
@@ -163,6 +164,8 @@ def _show(found: Search, world: int, tokens: float | None, price: float | None) 
     counts: Counter[str] = Counter(dict(found.refused))
     if found.too_large:
         counts["more memory than a device has"] = len(found.too_large)
+    if found.unchecked:
+        counts["slower or larger, and not checked"] = found.unchecked
     if counts:
         screen.table(("layouts", "left out"), [(f"{n:,}", reason) for reason, n in counts.most_common()], right=(0,))
     if tokens is not None:

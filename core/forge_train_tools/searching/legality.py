@@ -6,15 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.names import import_module
 from forge_train.config import rules
 from forge_train.registry.setup import Setup, misfits
 
 from .candidates import Candidate
 from .forms import Forms
 from .points import Points
-
-__all__ = ["Legality", "import_module"]
 
 
 @dataclass
@@ -33,7 +30,6 @@ class Legality:
     def __post_init__(self) -> None:
         self.of_axis = cache(self._of_axis)
         self.of_rows = cache(self._of_rows)
-        self.of_values = cache(self._of_values)
 
     def _of_axis(self, *sizes: tuple[str, int]) -> str:
         """The composition's verdict on some axes, with 1 for the others."""
@@ -53,7 +49,7 @@ class Legality:
     def _of_rows(self, tp: int, shards: int) -> str:
         return self._of_axis(("tp", tp), ("dp_shard", shards))
 
-    def _of_values(self, c: Candidate) -> str:
+    def of_values(self, c: Candidate) -> str:
         setup: Setup = self.points.composer.setup(c.variant)
         config = setup.config
         parallel = replace(config.parallel, **c.sizes)
@@ -69,7 +65,7 @@ class Legality:
             return reason
         try:
             schedule = self.forms.schedule(c)
-            self.forms.cut.parts(schedule, 0)
+            self.forms.cut.holdings(schedule)
         except ConfigError as error:
             return str(error)
         if c.tp > 1 and c.shards > 1 and self._is_uneven(c):

@@ -50,7 +50,7 @@ class Schedules:
         Raises:
             ConfigError: if it does not exist for these numbers.
         """
-        many = 4 * pp
+        many = 2 * pp
         if micro_batches <= many + pp:
             return _read(self._timetable(variant, pp, micro_batches), None)
         # From some number on, each further micro-batch adds the same: two tables tell the time of any larger number.

@@ -28,6 +28,10 @@ from .stages import Cut
 from .variants import Choice, options_of, pinned_keys
 from .weights import Weights, entries_of, repetitions, weights_of
 
+DEEPEST = 32
+"""Pipeline stages beyond which nothing is searched."""
+ENOUGH = 2000
+"""Legal layouts that fit, and that do not, after which the search ends."""
 WIDEST = 64
 """Ranks of context and expert parallelism beyond which nothing is searched."""
 
@@ -56,6 +60,8 @@ class Search:
     """Layouts that fit, the fastest first."""
     too_large: list[Found] = field(default_factory=list)
     """Layouts that do not fit, the smallest first."""
+    unchecked: int = 0
+    """Slower and larger ones that nobody asked whether they are legal, as there were enough."""
     refused: Counter[str] = field(default_factory=Counter)
     """Reason → layouts that can't be."""
     request: Request = field(default_factory=Request)
@@ -93,15 +99,27 @@ def search(request: Request, *, world: int, cluster: Cluster) -> Search:
     """
     space = Space(request, world, cluster)
     made = Search(world, cluster, request=space.request, unvaried=space.points.options.unvaried)
+    every = []
     for candidate in space.candidates():
-        if reason := space.legality.verdict(candidate):
-            made.refused[_rule(reason)] += 1
-            continue
-        found = space.found(candidate)
-        (made.ranked if found.fits else made.too_large).append(found)
+        try:
+            every.append(space.found(candidate))
+        except ConfigError as error:
+            made.refused[_rule(str(error))] += 1
+    every.sort(key=lambda one: (-one.tokens_per_second, one.memory.peak))
+    large = [one for one in every if not one.fits]
+    for found, some in (
+        (made.ranked, [one for one in every if one.fits]),
+        (made.too_large, sorted(large, key=lambda one: one.memory.peak)),
+    ):
+        for at, one in enumerate(some):
+            if len(found) == ENOUGH:
+                made.unchecked += len(some) - at
+                break
+            if reason := space.legality.verdict(one.candidate):
+                made.refused[_rule(reason)] += 1
+            else:
+                found.append(one)
     made.refused.update(space.refused)
-    made.ranked.sort(key=lambda one: (-one.tokens_per_second, one.memory.peak))
-    made.too_large.sort(key=lambda one: one.memory.peak)
     made.notes, made.rehearsed = tuple(space.points.notes), space.points.count
     return made
 
@@ -192,7 +210,7 @@ class Space:
         if axis in ("dp_shard", "dp_replicate"):
             return sizes
         if axis == "pp":
-            sizes = [one for one in sizes if one <= len(self._entries)]
+            sizes = [one for one in sizes if one <= min(len(self._entries), DEEPEST)]
             return [1] if len(sizes) > 1 and self._refuses(("pp", sizes[1])) else sizes
         most = self.cluster.links[0].ranks or WIDEST if axis in ("tp", "etp") else WIDEST
         found = []

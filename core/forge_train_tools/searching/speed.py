@@ -9,7 +9,8 @@ from typing import Literal
 
 from ..planning.clusters import Cluster
 from .candidates import Candidate
-from .forms import TOKENS, Memory, Sent
+from .forms import Memory, Sent
+from .laws import TOKENS
 from .schedules import Schedule
 
 Bound = Literal["compute", "communication", "bubble"]

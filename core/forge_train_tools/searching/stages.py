@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
 from forge_train_kit.pipeline.cuts import Cost, balanced
 
-from .candidates import Candidate
 from .schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank of a pipeline holds."""
+
+    entries: tuple[int, ...]
+    repeats: float
+    """Repetitions of the repeating units."""
+    flying: float
+    """The same, times the micro-batches whose activations are kept."""
+    head: bool
+    """True if the model's last entry is there."""
 
 
 class Cut:
@@ -23,7 +36,7 @@ class Cut:
     def __init__(self, costs: Sequence[Cost], repetitions: Sequence[float]) -> None:
         self.costs, self.repetitions = tuple(costs), tuple(repetitions)
         self.runs = cache(self._runs)
-        self.parts = cache(self._parts)
+        self.holdings = cache(self._holdings)
 
     @property
     def last(self) -> int:
@@ -44,5 +57,17 @@ class Cut:
         runs = self.runs(len(schedule.placement))
         return [runs[part] for part in schedule.parts_of(rank)]
 
-    def ranks_of_interest(self, candidate: Candidate, schedule: Schedule | None) -> range:
-        return range(schedule.ranks if schedule else 1)
+    def _holdings(self, schedule: Schedule | None) -> tuple[Holding, ...]:
+        """What the ranks hold that may be the fullest or the busiest: the first and the last, and the one with most
+        repetitions."""
+        every = [self._holding(schedule, rank) for rank in range(schedule.ranks if schedule else 1)]
+        most = max(every, key=lambda one: one.repeats)
+        return tuple({one.entries: one for one in (every[0], every[-1], most)}.values())
+
+    def _holding(self, schedule: Schedule | None, rank: int) -> Holding:
+        parts = self._parts(schedule, rank)
+        repeats = [sum(self.repetitions[at] for at in part) for part in parts]
+        flying = schedule.in_flight[rank] if schedule else (1.0,)
+        entries = tuple(at for part in parts for at in part)
+        kept = sum(n * one for n, one in zip(repeats, flying, strict=True))
+        return Holding(entries, sum(repeats), kept, self.last in entries)
