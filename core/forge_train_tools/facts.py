@@ -35,7 +35,7 @@ SEARCH = Fact(
     "plan.search",
     tuple[str, ...],
     "What `forge plan --search` may choose of the plugin, each as assignments separated by `;` "
-    "(`pp.schedule=zbv;pp.parts=2`); an empty text leaves its options as they are configured. The search enables a "
+    "(`mine.mode=full;mine.every=2`); an empty text leaves its options as they are configured. The search enables a "
     "plugin that provides an axis where the axis is above 1, and tries others with and without. It takes one of "
     "several that provide the same.",
     literal=True,

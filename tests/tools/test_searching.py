@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,11 +15,11 @@ from forge_train.base.errors import ConfigError
 from forge_train_tools.planning import plan
 from forge_train_tools.planning.clusters import cluster
 from forge_train_tools.searching.candidates import Candidate, layouts, micro_batches
-from forge_train_tools.searching.search import Space, chosen, nothing_fits, search, setup_of
+from forge_train_tools.searching.search import Search, Space, chosen, nothing_fits, search, setup_of
 from searched import composes, every_candidate, request, verdict
 
 FEW = request(
-    "fsdp2.reduce=last", "decoder.kv_heads=2", "pp.schedule=1f1b", plugins=("fsdp2",), without=("cp", "ep", "ac")
+    "fsdp2.reduce=last", "decoder.kv_heads=2", "pp.schedule=1f1b", plugins=("fsdp2", "pp"), without=("cp", "ep", "ac")
 )
 """With little to choose from: pipelines, tensor parallelism and sharding."""
 
@@ -91,6 +93,9 @@ def test_a_search_ranks_what_fits_and_counts_the_rest() -> None:
     assert made.front[0] is made.ranked[0]
     assert [one.memory.peak for one in made.front] == sorted((one.memory.peak for one in made.front), reverse=True)
 
-    small = search(given, world=5, cluster=cluster("h100"))
-    with pytest.raises(ConfigError, match=r"No layout of 5 ranks is possible: train\.global_batch"):
-        raise nothing_fits(small)
+    tight = replace(made, ranked=[], too_large=made.ranked, cluster=replace(made.cluster, memory=1e3))
+    with pytest.raises(ConfigError, match=r"No layout of 2 ranks fits into H100 .*: the nearest, .* are missing\."):
+        raise nothing_fits(tight)
+    none = Search(5, made.cluster, refused=Counter({"train.global_batch is no multiple": 2}))
+    with pytest.raises(ConfigError, match=r"No layout of 5 ranks is possible: train\.global_batch .* \(2 layouts\)"):
+        raise nothing_fits(none)
