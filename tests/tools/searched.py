@@ -6,10 +6,13 @@ import math
 from pathlib import Path
 
 from forge_train.base.errors import ConfigError
+from forge_train.compose.compose import compose
 from forge_train.mesh.layout import Layout
 from forge_train.mesh.world import World
+from forge_train.plugin.job import Job
+from forge_train.run.run import Run
 from forge_train_tools.configuration.request import Request
-from forge_train_tools.planning.stages import look_at_stages
+from forge_train_tools.planning.imagined import imagined
 from forge_train_tools.searching.candidates import SIZES, Candidate
 from forge_train_tools.searching.search import Space, chosen, setup_of
 
@@ -43,12 +46,14 @@ def every_candidate(space: Space) -> list[Candidate]:
 
 
 def composes(space: Space, candidate: Candidate) -> str:
-    """Why a composition of all stages refuses a candidate; empty if it does not."""
+    """Why a composition refuses a candidate; empty if it does not."""
     world = math.prod(candidate.sizes[axis] for axis in SIZES)
     try:
         setup = setup_of(chosen(space.request, candidate), world)
         layout = Layout.of(setup.config.parallel, world)
-        look_at_stages(setup, layout, World(size=world, local_size=world), Path("runs/plan"), alternatives=False)
+        for rank in {0, world - world // candidate.pp}:  # of the first stage, and of the last
+            with imagined(layout, World(rank=rank, size=world, local_rank=rank, local_size=world)) as context:
+                compose(Job.of(setup.config, setup.hooks, Run(Path("runs/plan")), context), allocate=False)
     except ConfigError as error:
         return str(error)
     return ""
