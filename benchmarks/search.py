@@ -3,7 +3,8 @@
     python benchmarks/search.py scale                 CPU seconds, memory and layouts, for Llama 3 70B
     python benchmarks/search.py memory 8 200          errors over 200 layouts of a small model on 8 ranks
 
-Both print rows of benchmarks/results/search.md.
+Both print a row of a table. The first counts layouts, those that fit, rehearsed points, CPU seconds and GB; the second
+compares layouts, and gives the median, the ninth decile and the largest of the errors.
 """
 
 from __future__ import annotations

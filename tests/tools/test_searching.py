@@ -75,7 +75,7 @@ def test_memory_agrees_with_the_rehearsal(space: Space) -> None:
             continue
         made = plan(setup_of(chosen(space.request, one), 4), world=4, device="h100")
         assert made.memory.peak is not None
-        assert space.forms.memory(one).parameters == pytest.approx(made.memory.parameters)
+        assert space.forms.memory(one).parameters == pytest.approx(made.memory.parameters, rel=0.01)
         errors.append(abs(space.forms.memory(one).peak / made.memory.peak - 1))
     assert len(errors) == 2  # pipelines and tensor parallelism, with sharding
     assert max(errors) < 0.1
