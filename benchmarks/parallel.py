@@ -149,10 +149,10 @@ def _tp(model: Any, mesh: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _pipeline(model: Any, clock: Clock) -> None:
     """torch's own stages and 1F1B, cut where forge cuts."""
+    from forge_train_plugins.parallel._pp.cuts import balanced
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     from forge_train_plugins.parallel._pp import cutting
-    from forge_train_plugins.parallel._pp.cuts import balanced
 
     world, rank = dist.get_world_size(), dist.get_rank()
     costs = [cutting._cost(cutting._part(model, model.stages, range(at, at + 1)), SEQUENCE) for at in range(8)]
