@@ -149,9 +149,9 @@ def _tp(model: Any, mesh: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _pipeline(model: Any, clock: Clock) -> None:
     """torch's own stages and 1F1B, cut where forge cuts."""
-    from forge_train_plugins.parallel._pp.cuts import balanced
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+    from forge_train_kit.pipeline.cuts import balanced
     from forge_train_plugins.parallel._pp import cutting
 
     world, rank = dist.get_world_size(), dist.get_rank()

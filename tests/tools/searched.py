@@ -51,9 +51,14 @@ def composes(space: Space, candidate: Candidate) -> str:
     try:
         setup = setup_of(chosen(space.request, candidate), world)
         layout = Layout.of(setup.config.parallel, world)
+        matched: dict[str, int] = {}
         for rank in {0, world - world // candidate.pp}:  # of the first stage, and of the last
             with imagined(layout, World(rank=rank, size=world, local_rank=rank, local_size=world)) as context:
-                compose(Job.of(setup.config, setup.hooks, Run(Path("runs/plan")), context), allocate=False)
+                made = compose(Job.of(setup.config, setup.hooks, Run(Path("runs/plan")), context), allocate=False)
+            for entry in made.report:
+                matched[entry["plugin"]] = matched.get(entry["plugin"], 0) + len(entry["matched"])
+        if none := [plugin for plugin, count in matched.items() if not count]:
+            return f"{none[0]} matched nothing"
     except ConfigError as error:
         return str(error)
     return ""

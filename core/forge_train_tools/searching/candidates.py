@@ -7,10 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from forge_train.mesh.axes import AXES
+
 from .variants import Variant
 
-SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SIZES = tuple(axis.name for axis in AXES.values() if "dense" in axis.domains)
 """Axes whose product is the world."""
+LAYERS = tuple(axis.name for axis in AXES.values() if axis.every_layer)
+"""Axes along which collectives carry tokens."""
+
+
+def provider(axis: str) -> str:
+    """The axis whose plugin divides a model along this one; empty if it divides data alone."""
+    known = AXES[axis]
+    return ("ep" if axis == "etp" else axis) if known.divides or known.every_layer else ""
 
 
 @dataclass(frozen=True)

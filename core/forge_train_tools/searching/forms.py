@@ -86,9 +86,9 @@ class Forms(Laws):
         units = max(one.repeats for one in self.cut.holdings(schedule))
         ends = 1.0 if schedule is None else 0.5
         found = list(self._data_sent(kinds, c, units, ends))
-        for axis in ("tp", "cp", "ep"):
+        for axis, apart in {"tp": c.cp, "cp": c.tp, "ep": c.cp}.items():
             if c.sizes[axis] > 1:
-                found += self._token_sent(kinds, c, axis, units, ends)
+                found += self._token_sent(kinds, c, axis, apart, units, ends)
         if schedule is not None:
             each = self.hidden * c.micro_batch / c.cp / c.tp
             borders = max(schedule.crossings)
@@ -125,10 +125,9 @@ class Forms(Laws):
             total += times * (one + (c.accumulation - 1) * (two - one)) * (shrunk[per] if shrunk else 1.0)
         return total
 
-    def _token_sent(self, kinds: Kinds, c: Candidate, axis: str, units: float, ends: float) -> list[Sent]:
+    def _token_sent(self, kinds: Kinds, c: Candidate, axis: str, apart: int, units: float, ends: float) -> list[Sent]:
         own = Kinds(self.points.base.data, kinds.others)
         point = self._point(own, tuple(sorted({"dp_shard": 2, axis: 2}.items())))
-        apart = {"tp": c.cp, "cp": c.tp, "ep": c.cp}[axis]
         found = []
         for kind, axes in _keys(point):
             if axes == axis:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from .candidates import Candidate
+from .candidates import LAYERS, Candidate
 from .composing import Point
 from .points import Kinds, Points
 from .schedules import Schedules
@@ -24,8 +24,6 @@ PAIR = (("dp_shard", 2),)
 ALONE: tuple[tuple[str, int], ...] = ()
 SMALL = 0.01
 """Share of the weights' part below which the tokens' part is rounding."""
-TOKENS = ("tp", "cp", "ep", "etp")
-"""Axes along which collectives carry tokens."""
 
 
 WeightsOf = Callable[[int, int, int], Weights]
@@ -40,7 +38,7 @@ class Split(NamedTuple):
 
 
 class Laws:
-    """How the numbers of one configuration depend on a layout.
+    """Laws by which the numbers of one configuration depend on a layout.
 
     Args:
         points: rehearsed when first needed.
@@ -90,7 +88,7 @@ class Laws:
             return 0.0
         sizes = {"dp_shard": 2, axis: 2}
         two = get(self._point(own, tuple(sorted(sizes.items()))), per, name)
-        shrunk = self._share(per, *(2 if axis == one else 1 for one in ("tp", "ep", "etp")))
+        shrunk = self._share(per, **{one: 2 if one == axis else 1 for one in LAYERS if one != "cp"})
         return 2 * (two - split.weights * shrunk) / split.tokens - 1
 
     def _share(self, per: str, tp: int, ep: int, etp: int) -> float:
@@ -105,7 +103,7 @@ class Laws:
         return size(self.weights(tp, ep, etp)) / whole if whole else 1.0
 
     def _tokens(self, kinds: Kinds, name: str, per: str, tp: int, cp: int, ep: int, etp: int) -> float:
-        """What goes with tokens, for a micro-batch of one sequence."""
+        """The part that grows with tokens, for a micro-batch of one sequence."""
         found = self._split(kinds, name, per).tokens
         for axis, size in (("tp", tp), ("cp", cp), ("ep", ep)):
             if size > 1 and found:
@@ -114,7 +112,7 @@ class Laws:
         return found
 
     def _data(self, kinds: Kinds, name: str, per: str, several: bool) -> float:
-        """What another way of data parallelism adds to the weights' part; None of it where nothing is shared."""
+        """The difference that another way of data parallelism makes to the weights' part; zero where nothing is shared."""
         base = self.points.base
         if several and kinds.data == base.data:
             return 0.0
@@ -122,7 +120,7 @@ class Laws:
         return get(own, per, name) - get(self._point(base), per, name)
 
     def _retained(self, kinds: Kinds, name: str, per: str, several: bool) -> float:
-        """What several micro-batches in a step add to the weights' part."""
+        """The difference that several micro-batches in a step make to the weights' part."""
         own, sizes = Kinds(kinds.data, self.points.base.others), PAIR if several else ALONE
         one, two = self._point(own, sizes), self._point(own, sizes, accumulation=2)
         return get(two, per, name) - get(one, per, name)
@@ -142,12 +140,12 @@ class Laws:
         return weights, c.micro_batch * self._tokens(kinds, name, per, c.tp, c.cp, c.ep, c.etp)
 
     def _unsharded(self, kinds: Kinds) -> bool:
-        """Whether whole gradients wait for the last micro-batch."""
+        """Return True if whole gradients wait for the last micro-batch."""
         point = self._point(Kinds(kinds.data, self.points.base.others), accumulation=2)
         return point.of("unsharded", self.points.composer.repetitions) > 0
 
     def _is_shared(self, kinds: Kinds, c: Candidate) -> bool:
-        """Whether a way of data parallelism shards parameters at rest."""
+        """Return True if a way of data parallelism shards parameters at rest."""
         if c.shards == 1:
             return False
         own = Kinds(kinds.data, self.points.base.others)

@@ -9,7 +9,7 @@ from forge_train.base.errors import ConfigError
 from forge_train.config import rules
 from forge_train.registry.setup import Setup, misfits
 
-from .candidates import Candidate
+from .candidates import Candidate, provider
 from .forms import Forms
 from .points import Points
 
@@ -37,7 +37,7 @@ class Legality:
         if "ep" in axes:
             axes["dp_shard"] = axes["ep"]
         if missing := [
-            axis for axis in axes if axis in ("tp", "cp", "pp", "ep") and axis not in self.points.options.axes
+            needed for axis in axes if (needed := provider(axis)) and needed not in self.points.options.axes
         ]:
             return f"no installed plugin provides {missing[0]}"
         try:

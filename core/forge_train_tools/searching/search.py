@@ -17,7 +17,7 @@ from forge_train_kit.pipeline.parts import cost_of, part_of
 from ..configuration.request import Request
 from ..configuration.setup import resolve
 from ..planning.clusters import Cluster
-from .candidates import SIZES, Candidate, divisors, layouts, micro_batches
+from .candidates import SIZES, Candidate, divisors, layouts, micro_batches, provider
 from .composing import Composer
 from .forms import Forms, Memory
 from .legality import Legality
@@ -205,7 +205,7 @@ class Space:
         if f"parallel.{axis}" in self._pinned and configured > 0:
             return [configured]
         sizes = divisors(self.world)
-        if axis in ("pp", "cp", "tp", "ep", "etp") and {"etp": "ep"}.get(axis, axis) not in self.points.options.axes:
+        if (needed := provider(axis)) and needed not in self.points.options.axes:
             return [1]
         if axis in ("dp_shard", "dp_replicate"):
             return sizes

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..planning.clusters import Cluster
-from .candidates import Candidate
+from .candidates import LAYERS, SIZES, Candidate
 from .forms import Memory, Sent
-from .laws import TOKENS
 from .schedules import Schedule
 
 Bound = Literal["compute", "communication", "bubble"]
@@ -55,7 +54,7 @@ def span(c: Candidate, axes: str) -> int:
         "dp_shard × cp": c.tp * c.cp * c.dp_shard,
         "dp_replicate": c.tp * c.cp * c.dp_shard * c.dp_replicate,
     }
-    return inside.get(axes, math.prod(c.sizes[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")))
+    return inside.get(axes, math.prod(c.sizes[axis] for axis in SIZES))
 
 
 def speed(
@@ -82,7 +81,7 @@ def speed(
         steps = one.calls * (1 if one.kind == "send" else (2 if one.kind == "all_reduce" else 1) * (one.ranks - 1))
         seconds = one.bytes / link.bandwidth + steps * link.latency
         levels[link.level] += one.bytes
-        if one.axes in TOKENS or one.axes == "pp":
+        if one.axes in LAYERS or one.axes == "pp":
             blocking += seconds
         else:
             hidden += seconds
