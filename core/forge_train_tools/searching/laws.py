@@ -112,7 +112,7 @@ class Laws:
         return found
 
     def _data(self, kinds: Kinds, name: str, per: str, several: bool) -> float:
-        """The difference that another way of data parallelism makes to the weights' part; zero where nothing is shared."""
+        """The change of the weights' part by another way of data parallelism; zero where nothing is shared."""
         base = self.points.base
         if several and kinds.data == base.data:
             return 0.0

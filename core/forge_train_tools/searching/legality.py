@@ -36,10 +36,9 @@ class Legality:
         axes = {axis: size for axis, size in sizes if size > 1}
         if "ep" in axes:
             axes["dp_shard"] = axes["ep"]
-        if missing := [
-            needed for axis in axes if (needed := provider(axis)) and needed not in self.points.options.axes
-        ]:
-            return f"no installed plugin provides {missing[0]}"
+        for needed in filter(None, map(provider, axes)):
+            if needed not in self.points.options.axes:
+                return f"no installed plugin provides {needed}"
         try:
             with self.points.composer.composed(self.points.variant(self.points.base, axes), axes):
                 return ""
@@ -73,5 +72,5 @@ class Legality:
         return ""
 
     def _is_uneven(self, c: Candidate) -> bool:
-        """Whether some rows of a rank do not divide into its shards: then a composition has to tell."""
+        """Return True if some rows of a rank do not divide into its shards: then a composition has to tell."""
         return self.forms.rows_left(c.tp, c.ep, c.etp, c.shards)

@@ -14,7 +14,7 @@ from .schedules import Schedule
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank of a pipeline holds."""
+    """The layers and ends that a rank of a pipeline holds."""
 
     entries: tuple[int, ...]
     repeats: float
@@ -58,7 +58,7 @@ class Cut:
         return [runs[part] for part in schedule.parts_of(rank)]
 
     def _holdings(self, schedule: Schedule | None) -> tuple[Holding, ...]:
-        """What the ranks hold that may be the fullest or the busiest: the first and the last, and the one with most
+        """Holdings of the ranks that may be the fullest or the busiest: the first and the last, and the one with most
         repetitions."""
         every = [self._holding(schedule, rank) for rank in range(schedule.ranks if schedule else 1)]
         most = max(every, key=lambda one: one.repeats)

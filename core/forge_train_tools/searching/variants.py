@@ -130,7 +130,7 @@ def _choices(name: str, stated: Sequence[str], own: Sequence[str], pinned: Colle
 
 
 def _provided(found: PluginRef) -> str:
-    """What a plugin provides, from its source; its own name if that is nothing."""
+    """The kinds that a plugin provides, from its source; its own name if that is nothing."""
     value = Source(found).assigned("provides")
     provided = ast.literal_eval(value) if value is not None else ()
     return str(provided[0]) if provided else found.name
