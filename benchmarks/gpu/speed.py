@@ -144,7 +144,7 @@ def train(size: Size, model: str, fp8: bool = False, turns: int = 6) -> list[Row
     if not size.toy:
         plugins.append("compile")
     request = Request(
-        config=preset or None,
+        config=preset,
         plugins=tuple(plugins),
         without=("compile",) if size.toy and preset else (),
         set=tuple(f"{key}={_word(value)}" for key, value in values.items()),
