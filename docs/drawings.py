@@ -154,6 +154,23 @@ def muon() -> str:
     )
 
 
+def memory() -> str:
+    """Shares of a rank under FSDP2 at three moments of a step."""
+    return drawing(
+        "Shares of two ranks at three moments of a step under FSDP2",
+        2,
+        [
+            holds("weights", LOW, HIGH, width=84),
+            works("forward:\none layer whole", "forward:\none layer whole", width=100),
+            holds("activations\nof its rows", ALL, ALL, width=90),
+            works("backward", "backward", width=70),
+            holds("gradients", LOW, HIGH, width=84),
+            works("update", "update", width=60),
+            holds("states", LOW, HIGH, width=84),
+        ],
+    )
+
+
 def checkpoints() -> str:
     """A checkpoint that two ranks save, and other layouts read."""
     return drawing(
@@ -211,6 +228,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "ep": ep,
     "cp": cp,
     "together": together,
+    "memory": memory,
     "checkpoints": checkpoints,
     "balance": balance,
     "muon": muon,

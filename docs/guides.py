@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parent))
 import drawings  # beside this file
 
 LEARN = Path(__file__).parent / "learn"
-GUIDES = ("ddp", "fsdp2", "tp", "pp", "ep", "cp", "together", "checkpoints", "balance", "muon", "precision")
+GUIDES = ("ddp", "fsdp2", "tp", "pp", "ep", "cp", "together", "memory", "checkpoints", "balance", "muon", "precision")
 """In the order in which they are read."""
 SETUP = "setup"
 LIMIT = 600
