@@ -114,8 +114,9 @@ class Nodes:
     def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]]) -> None:
         self._hosts, self._commands = hosts, commands
         self._started: list[subprocess.Popen[str]] = []
-        self._asked = 0
-        """The signal that asked the nodes to stop."""
+        self._signals: list[int] = []
+        """Signals that arrived and were not passed on."""
+        self._asked = False
         self._kill_at = math.inf
 
     def run(self) -> int:
@@ -124,6 +125,8 @@ class Nodes:
             self._started.append(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True))
         first, deadline = -1, math.inf
         while (codes := [one.poll() for one in self._started]).count(None):
+            while self._signals:
+                self._pass_on(self._signals.pop(0))
             bad = [at for at, code in enumerate(codes) if code not in (None, 0, INTERRUPTED)]
             if bad and first < 0:
                 first, deadline = bad[0], time.monotonic() + GRACE
@@ -143,11 +146,15 @@ class Nodes:
         return 1 if code == LOST or code < 0 else code
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
+        """Keep a signal for the loop: it may arrive in the middle of a write."""
+        self._signals.append(number)
+
+    def _pass_on(self, number: int) -> None:
         """Pass a signal on; the second one ends the nodes."""
         self._tell(signal.Signals(number).name)
         if self._asked:
             self._end()
-        self._asked = number
+        self._asked = True
 
     def _tell(self, line: str) -> None:
         for one in self._started:
