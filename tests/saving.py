@@ -83,6 +83,29 @@ def slow_disk(until: threading.Event) -> Iterator[list[int]]:
         yield begun
 
 
+class Lingering:
+    """Keeps a thread alive when its work is over and `threading` lists it no more, as a busy machine may."""
+
+    def __init__(self) -> None:
+        self.over, self.may_go, self.gone = threading.Event(), threading.Event(), threading.Event()
+        self._local = threading.local()
+
+    def keep(self) -> None:
+        """Keep the thread that calls this: what it holds is let go last."""
+        if not hasattr(self._local, "held"):
+            self._local.held = _Held(self)
+
+
+class _Held:
+    def __init__(self, by: Lingering) -> None:
+        self._by = by
+
+    def __del__(self) -> None:
+        self._by.over.set()
+        self._by.may_go.wait(60)
+        self._by.gone.set()
+
+
 @contextmanager
 def overwritten(step: int) -> Iterator[list[str]]:
     """Overwrite every tensor that a checkpoint was made of as soon as `save` returns. The tensors' names."""

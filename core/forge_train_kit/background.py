@@ -33,26 +33,28 @@ class Background(Generic[_T]):
         self._task = task
         self._result: list[_T] = []
         self._error: BaseException | None = None
+        self._done = threading.Event()
         self._everybody = dist.poll(everybody=True)
-        self._thread = threading.Thread(target=self._run, name="forge-checkpoint", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="forge-checkpoint", daemon=True).start()
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where a thread has one of its own, and hands it on to those that it begins
-            here = os.PRIO_PROCESS, threading.get_native_id()
-            os.setpriority(*here, max(os.getpriority(*here), NICENESS))
         try:
+            if sys.platform == "linux":  # where a thread has one of its own, and hands it on to those that it begins
+                here = os.PRIO_PROCESS, threading.get_native_id()
+                os.setpriority(*here, max(os.getpriority(*here), NICENESS))
             self._result.append(self._task())
         except BaseException as error:  # which the thread that waits for the result raises
             self._error = error
+        finally:
+            self._done.set()  # the thread lives a moment longer, in which it would seem to work still
 
     def ended(self) -> bool:
         """Return True if every process was done at the previous call. All processes call this; none waits."""
-        return self._everybody(not self._thread.is_alive())
+        return self._everybody(self._done.is_set())
 
     def result(self) -> _T:
         """Wait for this process's part, and give its result, or raise what it failed with."""
-        self._thread.join()
+        self._done.wait()
         if self._error is not None:
             raise self._error
         return self._result[0]
