@@ -17,8 +17,9 @@ from torch import nn
 
 from forge_train import ConfigError
 from forge_train.mesh.layout import Layout
-from forge_train_kit.pipeline import Action, Timetable, Work
-from forge_train_plugins.parallel._pp import cuts, cutting, program, rules, schedules
+from forge_train_kit.pipeline import Action, Timetable, Work, cuts
+from forge_train_kit.pipeline.parts import part_of
+from forge_train_plugins.parallel._pp import cutting, program, rules, schedules
 from forge_train_plugins.parallel.pp import PipelineParallel
 
 pytestmark = [pytest.mark.unit]
@@ -98,7 +99,7 @@ class Small(nn.Module):
 def test_parts_are_the_model_with_holes() -> None:
     model = Small()
     runs = [range(2), range(2, 4)]
-    first, second = (cutting._part(model, model.stages, run) for run in runs)
+    first, second = (part_of(model, model.stages, run) for run in runs)
     ids = torch.arange(5)[None]
     torch.testing.assert_close(second(first(ids)), model(ids))
     names = [[name for name, _ in part.named_parameters()] for part in (first, second)]
