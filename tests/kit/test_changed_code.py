@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import toys
-from forge_train.base.names import PluginRef, locate
-from forge_train_kit import fingerprint as code
-from forge_train_kit.fingerprint import fingerprint
+from forge_train.base.names import PluginRef
+from forge_train_kit.fingerprint import fingerprint, source_files
 from tiny_models import reseal
 
 pytestmark = [pytest.mark.unit]
@@ -140,7 +139,6 @@ def test_a_file_that_is_not_python_yet_is_counted_as_it_is(package: Path) -> Non
 
 def test_forge_s_own_plugins_count_what_computes() -> None:
     """A built-in plugin's thin file only names what lies beside it."""
-    name = "forge_train_plugins.optimizers.lion"
-    assert "forge_train_plugins.optimizers._lion" in code._files(name, locate(name))
-    others = {"forge_train_plugins.optimizers.adamw", "forge_train_plugins.data._text"}
-    assert not others & set(code._files(name, locate(name)))
+    files = source_files(plugin("forge_train_plugins.optimizers.lion"))
+    assert "forge_train_plugins.optimizers._lion" in files
+    assert not {"forge_train_plugins.optimizers.adamw", "forge_train_plugins.data._text"} & set(files)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_train.base.errors import INTERRUPTED, ConfigError
+from forge_train.base.strict_json import dumps
 from forge_train.config.schema import section
 
 from .job import ClusterJob
@@ -58,7 +58,7 @@ class Ray(Launcher):
             "max_restarts": machines.max_restarts,
             "requeue": machines.requeue,
         }
-        text = SCRIPT.format(mark=MARK, told=ascii(json.dumps(told)), interrupted=INTERRUPTED)
+        text = SCRIPT.format(mark=MARK, told=ascii(dumps(told)), interrupted=INTERRUPTED)
         return {f"{file_name(job.name)}.ray.py": text}
 
     def submit(self, job: ClusterJob, file: Path) -> Sequence[str]:
