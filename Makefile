@@ -76,6 +76,8 @@ $(VENV)/.ready-dev: pyproject.toml $(TESTED) | $(PY)
 	$(install-torch)
 	@echo "Installing forge, what it needs, and the tools of its developers"
 	@$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
+# A test that kills a process while it compiles a module would leave half of it for all others.
+	@$(PY) -m compileall -q -j 0 core plugins contrib cli
 	@touch $(VENV)/.ready $@
 
 # torch comes first and alone, so that its build is chosen here and no dependency brings another one. What TORCH was is
