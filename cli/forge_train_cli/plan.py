@@ -40,23 +40,7 @@ if TYPE_CHECKING:
 @click.option("--world", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
 @click.option("--nodes", type=click.IntRange(min=1), metavar="K", help="Number of nodes; by default, 8 ranks on each.")
 @click.option("--device", metavar="NAME", help=f"Estimate speed on a device: {', '.join(DEVICES)}.")
-@click.option("--search", is_flag=True, help="Rank every layout that N ranks can have, and choose one.")
-@click.option("--cluster", metavar="FILE", help="With --search: devices and links from a TOML file, not --device.")
-@click.option("--write", metavar="FILE", help="With --search: write a configuration with the best layout.")
-@click.option(
-    "--rehearse",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=0),
-    metavar="K",
-    help="With --search: rehearse the K best layouts, which tells their memory exactly.",
-)
-@click.option(
-    "--tokens", type=click.FloatRange(min=0, min_open=True), metavar="N", help="With --search: cost of N tokens."
-)
-@click.option(
-    "--price", type=click.FloatRange(min=0), metavar="X", help="With --tokens: price of a device for an hour."
-)
+@search.options
 @click.option("--schedules", is_flag=True, help="Compare the schedules that a pipeline could follow.")
 @click.option("--svg", metavar="FILE", callback=screen.picture, help="Draw a pipeline's timeline to a file.")
 @json_option
@@ -72,7 +56,7 @@ def plan(
 ) -> None:
     """Compose CONFIG for N ranks and rehearse a step of one of them, without memory, devices or other processes: what
     each plugin matched, meshes, parameters, memory, communication and FLOPs. For a pipeline, rehearse one rank of each
-    stage, and show the timeline of all. Nothing is allocated, and only --svg writes a file.
+    stage, and show the timeline of all. Nothing is allocated, and only --svg and --write write a file.
 
     \b
     forge plan big.toml --world 512 --device h100             does it fit, and what bounds it?

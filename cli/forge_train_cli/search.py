@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,24 @@ if TYPE_CHECKING:
 
 SHOWN = 8
 """Layouts of the front, and losers, that the screen shows."""
+
+
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a search to `forge plan`."""
+    positive = click.FloatRange(min=0, min_open=True)
+    for option in (
+        click.option("--price", type=click.FloatRange(min=0), metavar="X",
+                     help="With --tokens: price of a device for an hour."),
+        click.option("--tokens", type=positive, metavar="N", help="With --search: cost of N tokens."),
+        click.option("--rehearse", default=1, show_default=True, type=click.IntRange(min=0), metavar="K",
+                     help="With --search: rehearse the K best layouts, which tells their memory exactly."),
+        click.option("--write", metavar="FILE", help="With --search: write a configuration with the best layout."),
+        click.option("--cluster", metavar="FILE",
+                     help="With --search: devices and links from a TOML file, not --device."),
+        click.option("--search", is_flag=True, help="Rank every layout that N ranks can have, and choose one."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
 
 
 def wanted(options: dict[str, Any], others: Mapping[str, object]) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import lzma
 import shutil
 import stat
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +46,9 @@ _SHAPE = {
     "data": [_DATA],
     "files": {"*": {"bytes": COUNT, "sha256": str}},
 }
+_BROKEN = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError)
+"""Errors of `zipfile` for what it can't read: each compression has its own; NotImplementedError is for one that it does
+not know, RuntimeError for a password."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +152,10 @@ def opened(path: Path) -> Iterator[Pack]:
         try:
             with zipfile.ZipFile(path) as archive:
                 _unpack(path, archive, Path(folder))
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        except _BROKEN as error:
             raise ConfigError(f"{path} is no whole zip: {str(error) or 'it ends too early'}.") from error
         except OSError as error:
             raise ConfigError(f"{path}: can't be read: {error.strerror or error}.") from error
-        except Exception as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{path} is no whole zip: {error}.") from error  # zlib has an error of its own
         yield _checked(path, Path(folder), zipped=True)
 
 
