@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from crossed import marked
 from forge_train.mesh.tensors import on_host, remember_host
@@ -72,17 +72,17 @@ def write(folder: Path) -> None:
 
 def trained(folder: Path, given: list[cases.Case], ranks: int = 1) -> list[dict[str, Any]]:
     """The results of cases, of each rank."""
-    for one in given if ranks > 1 else ():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            one["port"] = str(free.getsockname()[1])
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in given if ranks > 1]
+    for one, store in zip(given, stores, strict=False):  # held from here on: nobody else can take a port
+        one["port"] = str(store.port)
     asked = folder / "cases.json"
     asked.write_text(json.dumps(given), encoding="utf-8")
     environment = {**os.environ, "PRETENDED_CUDA": str(build.library()), "OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(ranks):
         world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
-        more = {**world, "MASTER_ADDR": "127.0.0.1", "FOLDER": folder} if ranks > 1 else {}
+        place = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True, "FOLDER": folder}
+        more = {**world, **place} if ranks > 1 else {}
         command = [sys.executable, str(CHILD), str(asked), str(folder / f"{rank}.json")]
         with (folder / f"{rank}.txt").open("w") as log:
             named = {name: str(value) for name, value in more.items()}
