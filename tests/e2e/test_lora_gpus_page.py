@@ -13,7 +13,7 @@ from pages import typed
 
 pytest.importorskip("transformers")
 SMALL = "run.device=cpu;train.global_batch=8;train.evaluate_batches=1;adamw.weight_decay=0"
-READER = {"adamw.lr=2e-4": "adamw.lr=1e-2", "8": "2", "train.steps=400": "train.steps=104"}
+READER = {"adamw.lr=2e-4": "adamw.lr=1e-2", "8": "2", "train.steps=400": "train.steps=44"}
 
 
 @pytest.mark.e2e
@@ -26,7 +26,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chat_model.write_chats(tmp_path / "chats.jsonl")
     said = {}
     for words in typed("lora-gpus.md"):
-        steps = ";train.steps=100" if "--resume" not in words else ""
+        steps = ";train.steps=40" if "--resume" not in words else ""
         own = [READER.get(word, word) for word in words]
         ended = forge(*own, *(["--json"] if words[0] == "plan" else []), environment={"FORGE_SET": SMALL + steps})
         assert ended.code == 0, ended.err
@@ -43,5 +43,5 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "They agree." in said["verify hf"].out
     events = [json.loads(line) for line in Path("runs/tuned/events.jsonl").read_text().splitlines()]
     assert [one["world"] for one in events if one["event"] == "run_started"] == [2, 1]
-    assert [one["step"] for one in events if one["event"] == "resumed"] == [100]
+    assert [one["step"] for one in events if one["event"] == "resumed"] == [40]
     assert said["generate runs/tuned"].out == "three\n"
