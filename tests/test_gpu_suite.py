@@ -32,7 +32,7 @@ EXTENDED = (
     *("attention-eager-bf16", "attention-eager-fp16", "attention-flex-fp32", "attention-flex-fp16"),
     *("attention-varlen-fp32", "attention-varlen-bf16", "attention-sdpa-auto-fp32", "attention-sdpa-auto-fp16"),
     *("attention-sdpa-flash-fp32", "attention-sdpa-flash-bf16", "attention-sdpa-math-bf16", "attention-sdpa-math-fp16"),
-    *("verify-bf16", "compile-sdpa", "compile-flex-ac", "compile-varlen"),
+    *("verify-bf16", "verify-fp32", "verify-lora", "compile-sdpa", "compile-flex-ac", "compile-varlen"),
     *("ask-generate-memory", "ask-capture-moe", "ask-capture-mla", "ask-capture-delta_net", "ask-grpo"),
     *("speed-1b-fp8", "speed-8b-8-layers-bf16", "speed-moe-bf16"),
 )

@@ -11,19 +11,9 @@ from forge_train_tools.planning import fewer
 
 pytestmark = pytest.mark.slow
 
-FOUR = (
-    "plan",
-    "--world",
-    "4",
-    "-p",
-    "pp",
-    "-s",
-    "parallel.pp=4",
-    "-s",
-    "train.micro_batch=1",
-    "-s",
-    "decoder.layers=8",
-)
+ONE = ("-s", "train.micro_batch=1")
+FOUR = ("plan", "--world", "4", "-p", "pp", "-s", "parallel.pp=4", *ONE, "-s", "decoder.layers=8")
+TWO = ("plan", "--world", "2", "-p", "pp", "-s", "parallel.pp=2", *ONE)
 PATTERNS = 'adamw.groups=[{match="layers.7.*", lr=0.5}, {match="embedding.*", lr=0.3}]'
 
 
@@ -70,16 +60,16 @@ def test_a_schedule_with_too_few_micro_batches_says_what_would_do(
 
     def problem(schedule: str, *sets: str) -> str:
         more = [word for one in sets for word in ("-s", one)]
-        made = forge(*FOUR, *more, "--schedules", "--json").json["pipeline"]["alternatives"]
+        made = forge(*TWO, *more, "--schedules", "--json").json["pipeline"]["alternatives"]
         return next(one["problem"] for one in made if one["name"] == schedule)
 
-    batch = ("train.global_batch=16", "train.micro_batch=4", "pp.schedule=gpipe")
-    said = "pp.schedule: dualpipe_v needs 8 micro-batches in a step or more, and there are 4"
+    batch = ("train.global_batch=8", "train.micro_batch=4", "pp.schedule=gpipe")
+    said = "pp.schedule: dualpipe_v needs 4 micro-batches in a step or more, and there are 2"
     assert problem("dualpipe_v", *batch) == f"{said}: set train.micro_batch to 2, or take larger batches."
-    larger = "take larger batches, of 8 sequences or more on each data-parallel rank"
-    assert problem("dualpipe_v", "train.global_batch=4") == f"{said}: {larger}."
+    larger = "take larger batches, of 4 sequences or more on each data-parallel rank"
+    assert problem("dualpipe_v", "train.global_batch=2") == f"{said}: {larger}."
     rounds = problem("interleaved_1f1b", "train.global_batch=9")
-    assert rounds.endswith("9 do not divide into 2; 8 and 10 do.")
+    assert rounds.endswith("9 do not divide into 4; 8 and 12 do.")
     assert problem("dualpipe_v") == ""
 
 

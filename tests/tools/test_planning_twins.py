@@ -19,12 +19,12 @@ FOUR = {
     "run.device": "cpu",
     "train.evaluate_every": 0,
     "train.micro_batch": 1,
-    "decoder.layers": 8,
+    "decoder.layers": 4,
     "decoder.dim": 32,
     "parallel.pp": 4,
-    "pp.cuts": ["layers.2", "layers.4", "layers.6"],
+    "pp.cuts": ["layers.1", "layers.2", "layers.3"],
 }
-GROUPS = [{"match": "embedding.*", "lr": 0.5}, {"match": "layers.3.*", "lr": 0.3}]
+GROUPS = [{"match": "embedding.*", "lr": 0.5}, {"match": "layers.1.*", "lr": 0.3}]
 CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any], int, int]] = {
     "tied, sharded": (16, ("tp", "cp", "fsdp2"), {"parallel.tp": 2, "parallel.cp": 2, "decoder.tied": True}, 7, 3),
     "a group for one": (4, (), {"adamw.groups": GROUPS}, 8, 4),
