@@ -114,8 +114,13 @@ class _Terminal(io.StringIO):
 
 def shot(name: str) -> str:
     """The picture of a command of `SCREENS`."""
-    command, shown = SCREENS[name], _Terminal()
-    look = {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color", "COLORTERM": "truecolor", "NO_COLOR": ""}
+    return drawn(name, SCREENS[name], COLUMNS)
+
+
+def drawn(name: str, command: str, columns: int) -> str:
+    """The picture of a command, on a terminal of so many columns."""
+    shown = _Terminal()
+    look = {"COLUMNS": str(columns), "TERM": "xterm-256color", "COLORTERM": "truecolor", "NO_COLOR": ""}
     before = dict(os.environ)
     os.environ |= look
     try:
@@ -124,7 +129,7 @@ def shot(name: str) -> str:
     finally:
         os.environ.clear()
         os.environ |= before
-    terminal = Terminal(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False)
+    terminal = Terminal(record=True, width=columns, file=io.StringIO(), force_terminal=True, highlight=False)
     terminal.print(Text.assemble(("$ ", "dim"), (command, "bold")))
     terminal.print(Text.from_ansi(shown.getvalue().rstrip()))
     return terminal.export_svg(title=" ".join(command.split()[:2]), unique_id=f"forge-{name}")

@@ -183,8 +183,8 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
     else:
         screen.line("  nothing in the configuration")
     screen.heading("Results")
-    curve = max((screen.console().width - 24) // len(histories) - 4, 8)
     rows = [(key, *map(_number, values)) for key, values in results.items()]
+    curve = max((screen.console().width - 2 - max(map(len, results))) // len(histories) - 2, 8)
     rows.append(("curve", *(sparkline(history.losses, min(curve, 40)) for history in histories)))
     screen.table(headers, rows)
     of_tasks.show(histories)

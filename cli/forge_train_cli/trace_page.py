@@ -51,7 +51,7 @@ CANVAS = (
 def page(found: Analysis) -> str:
     """The page. Its data is JSON in a script element, and the script beside this module draws it."""
     trace = found.trace
-    title = f"Step {trace.step} of {len(trace.ranks)} rank{'s' * (len(trace.ranks) != 1)}, {trace.seconds * 1e3:.1f} ms"
+    title = f"Step {trace.step} on {len(trace.ranks)} rank{'s' * (len(trace.ranks) != 1)}, {trace.seconds * 1e3:.1f} ms"
     waits = [one.sentence for one in found.told] or [CALM]
     tables = [
         f"<h3>{escape(rank.name)}</h3>{_table(COLUMNS, collectives(found, rank.rank))}"
@@ -60,7 +60,7 @@ def page(found: Analysis) -> str:
     ]
     sections = [
         f"<h1>{escape(title)}</h1>",
-        "".join(f"<p>{escape(text)}.</p>" for text in (*waits, *remarks(found))),
+        "".join(f"<p>{escape(text)}</p>" for text in (*waits, *(f"{note}." for note in remarks(found)))),
         f'<p id="help">{HELP}</p>',
         BUTTONS,
         CANVAS,

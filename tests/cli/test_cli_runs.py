@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_command import Forge
+from forge_command import Forge, typed
 
 
 @pytest.fixture
@@ -71,6 +71,20 @@ def test_compare(forge: Forge, two: Path) -> None:
     text = forge("runs", "compare", "first", "second").out
     assert "train.steps" in text
     assert "curve" in text
+
+
+def test_compared_runs_stand_beside_each_other_where_they_fit(two: Path) -> None:
+    """However long they are: their curves take the room that there is."""
+    for name in ("first", "second"):
+        metrics = two / name / "metrics.jsonl"
+        last = json.loads(metrics.read_text().splitlines()[-1])
+        more = (json.dumps({**last, "step": step}) for step in range(last["step"] + 1, 100))
+        metrics.write_text(metrics.read_text() + "\n".join([*more, ""]))
+    lines = typed("runs", "compare", "first", "second", "--run-dir", str(two), columns=80)
+    (curve,) = [line.split() for line in lines if line.startswith("  curve ")]
+    assert len(curve) == 3
+    assert len(curve[1]) == len(curve[2]) >= 18
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_the_page_stands_alone() -> None:
     assert data["texts"][call["module"]] == "layers.0</script>", "a name of a module ends no element"
     assert data["texts"][call["places"][0]] == "mine/model.py:7, in forward"
     assert page.count("</script>") == 2
-    assert "<p>Rank 1 waited 50% of the step for rank 0, in layers.0 (forward)" in page
+    assert "<p>Rank 1 waited 50% of the step for rank 0, in layers.0 (forward).</p>" in page
+    assert "<h1>Step 3 on 2 ranks" in page
     assert "prefers-color-scheme:dark" in page
 
 

@@ -273,7 +273,7 @@ class TestTheProcess:
 
 
 class Stream:
-    """What a notebook has for stdout: no terminal, no file."""
+    """What some programs have for stdout: no terminal, no file."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -289,7 +289,22 @@ class Stream:
 
 
 class TestTheScreen:
-    def test_is_plain_lines_in_a_notebook(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.slow
+    def test_is_one_panel_in_the_cell_of_a_notebook(self, folder: Path) -> None:
+        """In a real kernel, as Jupyter has it."""
+        nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+        told = 'train("tiny.toml", {"train.steps": 4, "log.every": 1}, plugins=["console"], name="cell")'
+        code = f"from forge_train_tools import train\n{told}\nprint('after')"
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+        kernel = {"metadata": {"path": str(folder)}}
+        nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=kernel).execute()
+        _tokenised, panel, after = notebook.cells[0].outputs
+        assert panel.output_type == "display_data"
+        assert (panel.data["text/html"].count("<pre"), panel.data["text/html"].count("4/4")) == (1, 1)
+        assert "forge done" in panel.data["text/plain"]
+        assert after.text == "after\n"
+
+    def test_is_plain_lines_where_a_program_reads_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         out, err = Stream(), Stream()
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)

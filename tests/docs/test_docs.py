@@ -54,6 +54,11 @@ def test_every_hook_has_a_page_with_its_signature_and_kind(hook: str) -> None:
     assert "## What goes wrong" in page
 
 
+def test_every_picture_is_on_a_page() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in [*DOCS.rglob("*.md"), ROOT / "README.md"])
+    assert [file.name for file in (DOCS / "assets").iterdir() if f"assets/{file.name})" not in pages] == []
+
+
 def test_no_page_of_a_hook_that_does_not_exist() -> None:
     assert {page.stem for page in (DOCS / "hooks").glob("*.md")} == {"index", *HOOKS}
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Console(Plugin):
-    """Shows the run: one live view on a terminal, plain lines elsewhere; `--quiet` leaves it out."""
+    """Shows the run: one live view on a terminal or in a notebook, plain lines elsewhere; `--quiet` leaves it out."""
 
     api = (1, 0)
     facts = {"bench.display": True}
@@ -22,7 +22,7 @@ class Console(Plugin):
     @section
     class Config:
         live: bool = True
-        """A live view where stdout is a terminal; otherwise plain lines there too."""
+        """A live view where stdout is a terminal or the cell of a notebook; otherwise plain lines there too."""
 
     config: Config
 
@@ -42,6 +42,10 @@ class Console(Plugin):
             from ._console.live import LiveView
 
             self._face = LiveView(self._board)
+        elif self.config.live and type(sys.stdout).__module__ == "ipykernel.iostream":  # a notebook's cell
+            from ._console.notebook import NotebookView
+
+            self._face = NotebookView(self._board)
         else:
             from ._console.lines import Lines
 

@@ -43,12 +43,21 @@ class LiveView:
         self.board = board
         self.console = console or Console(highlight=False)
         self._next = 0.0
+        self._start()
+        self._draw(force=True)
+        self._next = 0.0  # the first drawing pays for what later ones find ready
+
+    def _start(self) -> None:
         self._live = Live(console=self.console, auto_refresh=False)
         self._live.start()
         # rich hides the cursor, and a second Ctrl-C, which ends the process at once, would leave it hidden.
         self.console.show_cursor(True)
-        self._draw(force=True)
-        self._next = 0.0  # the first drawing pays for what later ones find ready
+
+    def _show(self) -> None:
+        self._live.update(render(self.board, self.console.width), refresh=True)
+
+    def _stop(self) -> None:
+        self._live.stop()
 
     def log(self) -> None:
         self._draw()
@@ -67,16 +76,16 @@ class LiveView:
         try:
             self._draw(force=True)
         finally:
-            self._live.stop()
+            self._stop()
 
     def _draw(self, *, force: bool = False) -> None:
         began = time.perf_counter()
         if began < self._next and not force:
             return
         try:
-            self._live.update(render(self.board, self.console.width), refresh=True)
+            self._show()
         except BaseException:
-            self._live.stop()
+            self._stop()
             raise
         end = time.perf_counter()
         self._next = end + PAUSE * (end - began)
