@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -22,18 +22,18 @@ class NotebookView(LiveView):
         super().__init__(board, Console(record=True, file=io.StringIO(), width=WIDEST + ECHO, force_jupyter=False))
 
     def _start(self) -> None:
-        self._cell = None
+        from IPython import display
+
+        untyped: Any = display
+        self._cell = untyped.DisplayHandle()
+        self._shown = False
 
     def _show(self) -> None:
-        from IPython.display import display
-
         self.console.print(render(self.board, self.console.width))
         html = self.console.export_html(inline_styles=True, code_format=PAGE, clear=False)
         shown = {"text/html": html, "text/plain": self.console.export_text()}
-        if self._cell is None:
-            self._cell = display(shown, raw=True, display_id=True)
-        else:
-            self._cell.update(shown, raw=True)
+        (self._cell.update if self._shown else self._cell.display)(shown, raw=True)
+        self._shown = True
 
     def _stop(self) -> None:
         """The last view stays."""
