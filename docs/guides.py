@@ -56,13 +56,13 @@ def recorded(name: str) -> Any:
     return nbformat.read(LEARN / f"{name}.ipynb", as_version=4)
 
 
-def run(name: str) -> Any:
-    """The notebook with the outputs of a run in an empty folder."""
+def run(name: str, programs: Path = Path(sys.executable).parent) -> Any:
+    """The notebook with the outputs of a run in an empty folder, by the `forge` in `programs`."""
     from nbclient import NotebookClient
 
     found = source(name)
-    bin_folder = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # has `forge`
-    environment = {"PATH": bin_folder, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
+    environment = {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, environment):
         os.environ |= {"IPYTHONDIR": folder, "JUPYTER_RUNTIME_DIR": folder}
         os.environ.pop("FORGE_SET", None)

@@ -131,6 +131,56 @@ def ranks() -> Iterator[None]:
         subprocess_handler.Popen = before  # type: ignore[misc]
 
 
+@contextmanager
+def program(folder: Path) -> Iterator[Path]:
+    """A folder for PATH, whose `forge` begins so: for what starts it by itself, such as a notebook.
+
+    It hands its streams, arguments, folder and environment to this process by a socket, and ends as that command did;
+    a signal ends it and not the command.
+    """
+    place = folder / "socket"
+    (folder / "forge").write_text(PROGRAM.format(python=sys.executable, place=place), encoding="utf-8")
+    (folder / "forge").chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(place))
+        door.listen()
+        threading.Thread(target=_admit, args=(door,), daemon=True).start()
+        yield folder
+        door.shutdown(socket.SHUT_RDWR)
+
+
+PROGRAM = """\
+#!{python} -IS
+import json, os, socket, sys
+caller = socket.socket(socket.AF_UNIX)
+caller.connect("{place}")
+asked = {{"arguments": sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}}
+socket.send_fds(caller, [json.dumps(asked).encode()], [0, 1, 2])
+sys.exit(int(caller.recv(64) or 1))
+"""
+
+
+def _admit(door: socket.socket) -> None:
+    while True:
+        try:
+            caller, _ = door.accept()
+        except OSError:  # it was shut
+            return
+        threading.Thread(target=_attend, args=(caller,), daemon=True).start()
+
+
+def _attend(caller: socket.socket) -> None:
+    with caller:
+        got = socket.recv_fds(caller, 1 << 20, 3)
+        asked, files = json.loads(got[0]), got[1]
+        command = [sys.executable, "-m", "forge_train_cli", *asked["arguments"]]
+        streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
+        process = Popen(command, cwd=asked["cwd"], env=asked["environment"], **streams)
+        for file in files:
+            os.close(file)
+        caller.sendall(str(process.wait()).encode())
+
+
 # -- the process that forks --------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from crossed import marked
 
 ROOT = Path(__file__).parents[2]
@@ -51,5 +52,6 @@ def test_every_source_is_a_guide_in_the_order_of_the_index() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", marked(guides.GUIDES, set(guides.GUIDES) - {*OFTEN}))
-def test_a_run_prints_what_the_guide_shows(name: str) -> None:
-    assert guides.outputs(guides.run(name)) == guides.outputs(guides.recorded(name))
+def test_a_run_prints_what_the_guide_shows(tmp_path: Path, name: str) -> None:
+    with warm.program(tmp_path) as programs:
+        assert guides.outputs(guides.run(name, programs)) == guides.outputs(guides.recorded(name))
