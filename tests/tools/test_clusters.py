@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ def test_each_number_of_a_preset_has_a_source(name: str) -> None:
     links = {f"links.{link.level}.{key}" for link in found.links for key in ("bandwidth", "latency")}
     assert set(found.sources) == own | links
     assert all(found.sources.values())
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_source_says_where_it_was_read_or_that_nobody_checked_it(name: str) -> None:
+    said = re.compile(r"\bread (at|in) [\w-]+(\.[\w-]+)+/\S|not checked|an assumption")
+    assert [key for key, source in cluster(name).sources.items() if not said.search(source)] == []
 
 
 def test_a_group_of_ranks_uses_the_link_of_its_level(tmp_path: Path) -> None:
