@@ -66,11 +66,12 @@ def test_a_group_of_ranks_uses_the_link_of_its_level(tmp_path: Path) -> None:
         ("bf16 = 100e12", "bf16 = -1", "peak.bf16 must be a number above 0"),
         ("efficiency = 0.4", "efficiency = 4.0", "at most 1"),
         ("devices = 4", "devices = 4.5", "devices must be a whole number"),
-        ("latency = 5e-6\n", "", "links.node: latency is missing"),
+        ("latency = 5e-6\n", "", "links.node.latency is missing"),
         ("ranks = 4\n", "", "links.node needs ranks"),
         ("bandwidth = 1e12", "bandwith = 1e12", "bandwidth is missing"),
         ('name = "Mine"', 'name = "Mine"\nnodes = 3', "there is no 'nodes'"),
         ("[peak]", "[peak", "can't be read"),
+        ("memory = 24e9\nbandwidth = 1e12\n", "", "memory, bandwidth are missing"),
     ],
 )
 def test_a_hole_in_a_file_is_one_sentence(tmp_path: Path, old: str, new: str, words: str) -> None:
@@ -81,6 +82,18 @@ def test_a_hole_in_a_file_is_one_sentence(tmp_path: Path, old: str, new: str, wo
     assert words in str(caught.value)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_all_holes_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    lines = [line for line in GOOD.splitlines() if not line.startswith(("memory", "latency", "[peak]", "bf16"))]
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigError) as caught:
+        cluster(str(file))
+    assert str(caught.value) == (f"{file}: memory, peak, links.node.latency, links.cluster.latency are missing.")
+    file.write_text('name = "Mine"')
+    with pytest.raises(ConfigError, match=r"devices, .* peak, \[\[links\]\], the fastest level first, are missing\."):
+        cluster(str(file))
 
 
 def test_an_unknown_device_is_named_with_the_nearest() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -97,6 +97,8 @@ def _read(file: Path) -> Cluster:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file}: the cluster file can't be read: {describe(error)}.") from error
+    if holes := list(_holes(data)):
+        raise ConfigError(f"{file}: {', '.join(holes)} {'is' if len(holes) == 1 else 'are'} missing.")
     links = data.pop("links", None)
     if not isinstance(links, list) or not links or not all(isinstance(one, dict) for one in links):
         raise ConfigError(f"{file}: a cluster needs one [[links]] or more, the fastest level first.")
@@ -118,6 +120,23 @@ def _read(file: Path) -> Cluster:
     return found
 
 
+def _holes(data: Mapping[str, Any]) -> Iterator[str]:
+    """Every key that a cluster needs and a file lacks."""
+    links = data.get("links")
+    tables = [("", Cluster, {"links": (), **data})]
+    if isinstance(links, list) and all(isinstance(one, dict) for one in links):
+        tables += [(f"links.{one.get('level', at)}.", Link, one) for at, one in enumerate(links)]
+    for where, cls, table in tables:
+        yield from (f"{where}{name}" for name in _needed(cls) if name not in table)
+    if not links:
+        yield "[[links]], the fastest level first,"
+
+
+def _needed(cls: type) -> list[str]:
+    fields = dataclasses.fields(cls)
+    return [one.name for one in fields if one.default is one.default_factory is dataclasses.MISSING]
+
+
 def _fields(cls: type, given: Mapping[str, Any], where: str) -> Any:
     """A dataclass from a table, with one sentence for what is missing, unknown or no number.
 
@@ -125,8 +144,7 @@ def _fields(cls: type, given: Mapping[str, Any], where: str) -> Any:
         ConfigError: for any of these.
     """
     fields = {one.name: one for one in dataclasses.fields(cls)}
-    needed = [name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING]
-    if lacking := [name for name in needed if name not in given]:
+    if lacking := [name for name in _needed(cls) if name not in given]:
         raise ConfigError(f"{where}: {', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing.")
     for key, value in given.items():
         if key not in fields:
