@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +21,8 @@ from . import screen
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
     from forge_train_tools.configuration.request import Request
-    from forge_train_tools.searching.search import Found, Search
+    from forge_train_tools.searching.search import Search
+    from forge_train_tools.searching.space import Found
 
 SHOWN = 8
 """Layouts of the front, and losers, that the screen shows."""
@@ -73,6 +75,9 @@ def run(
         raise ConfigError(f"There is no cluster file {cluster}.")
     if price is not None and tokens is None:
         raise ConfigError("--price needs --tokens N, the tokens that are to be paid for.")
+    for option, value in (("tokens", tokens), ("price", price)):
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"--{option} must be a finite number, found {value}.")
     if write and Path(write).exists():
         raise ConfigError(f"{write} exists; name another file.")
     found = search(request, world=world, cluster=of(str(Path(cluster).resolve()) if cluster else device or ""))
@@ -94,7 +99,7 @@ def run(
 def _rehearse(found: Search, count: int) -> dict[str, Setup]:
     """Plan the best layouts as `forge plan` does: those that do not fit after all are left out."""
     from forge_train_tools.planning import plan
-    from forge_train_tools.searching.search import chosen, setup_of
+    from forge_train_tools.searching.search import Large, chosen, setup_of
 
     done: dict[str, Setup] = {}
     while len(done) < min(count, len(found.ranked)):
@@ -109,7 +114,9 @@ def _rehearse(found: Search, count: int) -> dict[str, Setup]:
             done[str(one.candidate)] = setup
         else:
             found.ranked.remove(exact)
-            found.too_large.insert(0, replace(exact, fits=False))
+            found.too_large += 1
+            if found.nearest is None or exact.memory.peak < found.nearest.peak:
+                found.nearest = Large(one.candidate, exact.memory.peak)
     return done
 
 
@@ -157,9 +164,9 @@ def _as_json(found: Search, tokens: float | None, price: float | None) -> dict[s
     return {
         "cluster": found.cluster.name,
         "world": found.world,
-        "legal": found.legal,
+        "legal": len(found.ranked),
         "layouts": layouts,
-        "too_large": len(found.too_large),
+        "too_large": found.too_large,
         "refused": dict(found.refused),
         "unchecked": found.unchecked,
         "unvaried": list(found.unvaried),
@@ -170,7 +177,7 @@ def _as_json(found: Search, tokens: float | None, price: float | None) -> dict[s
 def _show(found: Search, world: int, tokens: float | None, price: float | None) -> None:
     from forge_train_tools.searching.search import why_slower
 
-    screen.line(f"{found.legal:,} layouts of {world:,} × {found.cluster.name}, {len(found.ranked):,} fit", "bold")
+    screen.line(f"{len(found.ranked):,} layouts of {world:,} × {found.cluster.name} that fit", "bold")
     screen.line(
         f"  by closed forms, with matrix products at {found.cluster.efficiency:.0%} of the peak; a real step differs"
     )
@@ -181,7 +188,7 @@ def _show(found: Search, world: int, tokens: float | None, price: float | None) 
     screen.table(("", ""), [(str(one.candidate), why_slower(one, best)) for one in shown])
     counts: Counter[str] = Counter(dict(found.refused))
     if found.too_large:
-        counts["more memory than a device has"] = len(found.too_large)
+        counts["more memory than a device has"] = found.too_large
     if found.unchecked:
         counts["slower or larger, and not checked"] = found.unchecked
     if counts:

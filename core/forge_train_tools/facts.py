@@ -31,6 +31,12 @@ DISPLAY = Fact(
     "True if the plugin only displays the progress of a run. `forge bench` leaves it out, and `forge verify` does not "
     "tell it of steps.",
 )
+PEAK = Fact(
+    "plan.peak",
+    str,
+    "Key of a cluster file's `[peak]`, such as `fp8`: `forge plan --search` counts the matrix products of the modules "
+    "that the plugin's transforms match at that peak, not at that of `train.precision`.",
+)
 SEARCH = Fact(
     "plan.search",
     tuple[str, ...],

@@ -14,7 +14,8 @@ from forge_train.run.run import Run
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.planning.imagined import imagined
 from forge_train_tools.searching.candidates import SIZES, Candidate
-from forge_train_tools.searching.search import Space, chosen, setup_of
+from forge_train_tools.searching.search import chosen, setup_of
+from forge_train_tools.searching.space import Space
 
 SMALL = (
     "decoder.layers=4",

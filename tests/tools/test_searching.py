@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -15,7 +14,8 @@ from forge_train.base.errors import ConfigError
 from forge_train_tools.planning import plan
 from forge_train_tools.planning.clusters import cluster
 from forge_train_tools.searching.candidates import Candidate, layouts, micro_batches
-from forge_train_tools.searching.search import Search, Space, chosen, nothing_fits, search, setup_of
+from forge_train_tools.searching.search import chosen, nothing_fits, rank, search, setup_of
+from forge_train_tools.searching.space import Space
 from searched import composes, every_candidate, request, verdict
 
 FEW = request(
@@ -93,9 +93,28 @@ def test_a_search_ranks_what_fits_and_counts_the_rest() -> None:
     assert made.front[0] is made.ranked[0]
     assert [one.memory.peak for one in made.front] == sorted((one.memory.peak for one in made.front), reverse=True)
 
-    tight = replace(made, ranked=[], too_large=made.ranked, cluster=replace(made.cluster, memory=1e3))
-    with pytest.raises(ConfigError, match=r"No layout of 2 ranks fits into H100 .*: the nearest, .* are missing\."):
-        raise nothing_fits(tight)
-    none = Search(5, made.cluster, refused=Counter({"train.global_batch is no multiple": 2}))
-    with pytest.raises(ConfigError, match=r"No layout of 5 ranks is possible: train\.global_batch .* \(2 layouts\)"):
-        raise nothing_fits(none)
+
+@pytest.mark.unit
+def test_memory_that_lacks_is_named_with_more_ranks_that_fit(space: Space) -> None:
+    alone = space.of(1)
+    least = min(alone.forms.memory(one).peak for one in alone.candidates())
+    alone.cluster = replace(alone.cluster, memory=least - 1)
+    made = rank(alone)
+    assert (made.ranked, made.fitting) == ([], 2)
+    assert made.nearest is not None
+    assert made.nearest.peak == least
+    with pytest.raises(
+        ConfigError, match=r"No layout of 1 ranks fits into H100 .*: the nearest, .* 2 ranks have a lay"
+    ):
+        raise nothing_fits(made)
+    alone.cluster = replace(alone.cluster, memory=1.0)
+    with pytest.raises(ConfigError, match=r" are missing, and more ranks do not help\."):
+        raise nothing_fits(rank(alone))
+
+
+@pytest.mark.unit
+def test_a_world_without_layouts_is_named_with_the_nearest_that_has_one(space: Space) -> None:
+    made = rank(space.of(23))
+    assert (made.ranked, made.nearest, made.fitting) == ([], None, 24)
+    with pytest.raises(ConfigError, match=r"No layout of 23 ranks .*: train\.global_batch .* ranks that fits is 24\."):
+        raise nothing_fits(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,8 @@ class Recorded:
     """Of the executor, in order."""
     reached: list[tuple[int, str]] = field(default_factory=list)
     """Number of memory changes before the gradient of a module's output was complete, and the module, where asked."""
+    apart: Mapping[str, float] = field(default_factory=dict)
+    """Operations of modules with a peak of their own, by its key."""
     failed: bool = False
     """True if the step could not be taken."""
     notes: list[str] = field(default_factory=list)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ from forge_train.plugin.job import Job
 from forge_train.step.step import Watcher
 from forge_train_kit.optim import state_of
 
+from .apart import Apart
 from .communication import Collective, Collectives
 from .examples import example_of
 from .fewer import passes_of
@@ -43,7 +45,9 @@ from .watch import AnyDtype, Together
 from .work import Work
 
 
-def rehearse(job: Job, model: Model, watched: Sequence[str] = ()) -> Recorded:
+def rehearse(
+    job: Job, model: Model, watched: Sequence[str] = (), peaks: Mapping[str, str] = MappingProxyType({})
+) -> Recorded:
     """Take a step without memory.
 
     The model, composed on the meta device, gets fake weights: within FakeTensorMode it could not have been composed,
@@ -54,6 +58,7 @@ def rehearse(job: Job, model: Model, watched: Sequence[str] = ()) -> Recorded:
         job: of the run.
         model: composed on the meta device.
         watched: modules of its only part, to record when the gradients of their outputs are complete.
+        peaks: those of its only part whose work is counted apart, each with the key to count it by.
 
     Raises:
         ForgeError: for what a run would be refused for.
@@ -65,6 +70,7 @@ def rehearse(job: Job, model: Model, watched: Sequence[str] = ()) -> Recorded:
         found.buffers = held_bytes(_buffers(model))
         found.gradients = held_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
         rehearsal = _Rehearsal(job, model, found)
+        rehearsal.apart = Apart(model.parts[0], peaks)
         for name in watched:
             rehearsal.watch(name)
         optimizer = rehearsal.stepper.optimizer
@@ -158,6 +164,7 @@ class _Rehearsal(Watcher):
         self.stepper = build_stepper(job, model, self)
         self.passes = passes_of(self.stepper, found)
         found.accumulation = self.stepper.accumulation
+        self.apart = Apart(model.parts[0], {})
         self._begun: Counter[tuple[int, str]] = Counter()
         self._index = 0
         self._updating = False
@@ -207,6 +214,7 @@ class _Rehearsal(Watcher):
             if self.found.optimizer is not None:
                 self._updating = True
                 stepper.apply(update)
+        self.found.apart = dict(self.apart.flops)
         self._record(ledger.changes, end, {"own": own, "unsharded": unsharded, "logits": logits.numbers()})
         if {number for (_, way), number in self._begun.items() if way in ("both", "forward")} != {self.passes}:
             self.found.notes.append(
@@ -230,6 +238,7 @@ class _Rehearsal(Watcher):
 
     def _compute(self, flops: float, size: int) -> None:
         fusible = not flops and not self._updating
+        self.apart.count(flops * self._times)
         self.found.calls.append(Event(("kernel", self._times, fusible), (flops, size)))
 
 

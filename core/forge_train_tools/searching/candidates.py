@@ -42,13 +42,31 @@ class Candidate:
     def sizes(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in (*SIZES, "ep", "etp")}
 
-    @property
+    @cached_property
+    def spans(self) -> dict[str, int]:
+        """Ranks from the first to the last of a group along an axis: further apart, the further outside it is."""
+        dense = self.tp * self.cp
+        return {
+            "tp": self.tp,
+            "etp": self.etp,
+            "ep": self.ep * self.etp,
+            "cp": dense,
+            "dp_shard": dense * self.dp_shard,
+            "dp_shard × cp": dense * self.dp_shard,
+            "dp_replicate": dense * self.dp_shard * self.dp_replicate,
+            "pp": dense * self.dp_shard * self.dp_replicate * self.pp,
+        }
+
+    @cached_property
     def shards(self) -> int:
         """Ranks that shard dense weights together."""
         return self.dp_shard * self.cp
 
-    @property
+    @cached_property
     def expert_shards(self) -> int:
+        """Ranks that shard the weights of experts together: along `tp` too, if a plugin spreads experts at all."""
+        if self.ep == self.etp == 1:
+            return self.shards
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     @property

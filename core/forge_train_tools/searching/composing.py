@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from ..configuration.request import Request
 from ..configuration.setup import resolve
 from ..planning import PER_NODE
 from ..planning.alike import Pattern, Units, repeating
+from ..planning.apart import peaks_of
 from ..planning.communication import Names
 from ..planning.imagined import imagined
 from ..planning.on_cuda import kernels_of_cuda
@@ -50,8 +52,9 @@ class Point:
     Of memory, in bytes beyond parameters, buffers and the optimizer's state, the most at once: `top`, until the last
     unit's backward pass has ended; `end`, from the first unit's, beyond gradients; `update`, in the optimizer's step.
     Each grows evenly with the units, which the largest of them does not. At rest: `parameters`, `buffers`,
-    `gradients`, `optimizer`, `unsharded`. Of work: `flops` of kernels, and `bytes` of those that nothing fuses. Of
-    communication, by kind and axes: `calls KIND AXES` and `held KIND AXES`.
+    `gradients`, `optimizer`, `unsharded`. Of work: `flops` of kernels, those of modules with a peak of their own once
+    more as `flops KEY`, and `bytes` of those that nothing fuses. Of communication, by kind and axes: `calls KIND AXES`
+    and `held KIND AXES`.
     """
 
     rest: Numbers
@@ -100,7 +103,7 @@ class Composer:
         config = configured(setup.config, sizes, micro_batch, accumulation)
         kernels = kernels_of_cuda() if self._on_cuda else nullcontext()
         place = World(size=world, local_size=min(world, PER_NODE))
-        with kernels, imagined(Layout.of(config.parallel, world), place) as context:
+        with _young_garbage(), kernels, imagined(Layout.of(config.parallel, world), place) as context:
             yield Job.of(config, setup.hooks, Run(self._folder), context)
 
     def look(self, variant: Variant) -> Composition:
@@ -147,9 +150,10 @@ class Composer:
         self, variant: Variant, sizes: Sizes, micro_batch: int, accumulation: int, times: int
     ) -> tuple[Numbers, tuple[str, ...]]:
         with self.job(variant, sizes, micro_batch, accumulation) as job:
-            model = self.short(job, times).model
+            composition = self.short(job, times)
+            model, peaks = composition.model, peaks_of(job, composition)
             units = tuple(getattr(model.parts[0], "units", ()))
-            recorded = rehearse(job, model, tuple(dict.fromkeys((*units[:1], *units[-2:]))))
+            recorded = rehearse(job, model, tuple(dict.fromkeys((*units[:1], *units[-2:]))), peaks)
             found = counted(recorded)
             sent = traffic(found, Names(job.dist))
         held, state = held_bytes(model.parameters()), found.optimizer or 0
@@ -164,6 +168,7 @@ class Composer:
             **_moments(recorded, units, rest, gradients),
             "update": max(found.update_peak - rest, 0),
             "flops": sum(kernel.flops * times for kernel, times in found.kernels.items()),
+            **{f"flops {key}": flops for key, flops in recorded.apart.items()},
             "bytes": sum(kernel.bytes * times for kernel, times in found.kernels.items() if not kernel.fusible),
         }
         for one in sent:
@@ -171,6 +176,17 @@ class Composer:
             numbers[f"calls {one.kind} {one.axis}"] = one.count
             numbers[f"held {one.kind} {one.axis}"] = one.bytes / factor
         return numbers, tuple(found.notes)
+
+
+@contextmanager
+def _young_garbage() -> Iterator[None]:
+    """Keeps garbage collection to what is made inside: an imagined world collects what it was when it ends, and to
+    look through everything else that torch and the search hold takes longer than a composition."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _moments(recorded: Recorded, units: Sequence[str], rest: int, gradients: int) -> dict[str, float]:

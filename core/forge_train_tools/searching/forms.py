@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from .candidates import Candidate
 from .composing import Point
-from .laws import Laws, get
-from .points import Kinds
-from .schedules import Schedule
-from .variants import Variant
+from .laws import PAIR, SENDING, Laws, WeightsOf, get
+from .points import Kinds, Points
+from .schedules import Schedule, Schedules
+from .stages import Cut, Holding
+from .variants import Choice, Variant
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,14 @@ class Memory:
     peak: float
 
 
-@dataclass(frozen=True)
-class Sent:
+class Counts(NamedTuple):
+    """Collectives, and their bytes."""
+
+    calls: float
+    held: float
+
+
+class Sent(NamedTuple):
     """Collectives of one kind along some axes in a step of a rank."""
 
     kind: str
@@ -45,101 +52,121 @@ class Sent:
 class Forms(Laws):
     """Closed forms of one configuration."""
 
+    def __init__(self, points: Points, schedules: Schedules, cut: Cut, weights: WeightsOf, hidden: float) -> None:
+        super().__init__(points, schedules, cut, weights, hidden)
+        self._filled, self._shared = cache(self._fillings), cache(self._of_weights)
+        self._sent_by_tokens, self._pipelined = cache(self._of_tokens), cache(self._with_pipeline)
+        self._buffers = cache(lambda: points.at(points.base, PAIR).of("buffers", points.composer.repetitions))
+
+    def _with_pipeline(self, choice: Choice) -> Variant:
+        return Variant((("pp", choice), *self.points.variant(self.points.base, {}).choices))
+
     def memory(self, c: Candidate) -> Memory:
         """The fullest rank of a candidate."""
-        kinds, schedule = Kinds.of(c.variant, self.points.options), self.schedule(c)
-        shared = self._is_shared(kinds, c)
+        kinds, schedule = self.points.kinds(c.variant), self.schedule(c)
         state, update = self._states(kinds)
-        top, end = ([self._number(kinds, c, name, per) for per in ("unit", "rest")] for name in ("top", "end"))
-        buffers = self._point(self.points.base).of("buffers", self.points.composer.repetitions)
-        found = []
-        spread = (c.shards, c.expert_shards) if shared else (1, 1)
-        for one in self.cut.holdings(schedule):
-            held = self._held(c.tp, c.ep, c.etp, spread, one.entries)
-            own = self._loose(c.tp, c.ep, c.etp, one.entries)
-            gradients = held * self._gradients(kinds)
-            moments = [
-                more + unit[0] * one.repeats + unit[1] * kept + rest[0] * own + (rest[1] if one.head else top[0][1])
-                for (unit, rest), kept, more in ((top, one.flying, 0.0), (end, one.repeats, gradients))
-            ]
-            optimizer = state * held
-            peak = held + buffers + optimizer + max(*moments, update * held)
-            found.append(Memory(held, optimizer, peak))
-        return max(found, key=lambda one: one.peak)
+        (top, top_rest), (end, end_rest) = (
+            [self._number(kinds, c, name, per) for per in ("unit", "rest")] for name in ("top", "end")
+        )
+        buffers, grown = self._buffers(), self._gradients(kinds)
+        spread = (c.shards, c.expert_shards) if self._is_shared(kinds, c) else (1, 1)
+        fullest, peak = 0.0, 0.0
+        for held, own, one in self._filled(c.tp, c.ep, c.etp, spread, schedule):
+            inside = top[1]  # of a rank without the head: the unit whose backward pass runs
+            most = max(
+                top[0] * one.repeats + top[1] * one.flying + top_rest[0] * own + (top_rest[1] if one.head else inside),
+                held * grown + (end[0] + end[1]) * one.repeats + end_rest[0] * own
+                + (end_rest[1] if one.head else inside),
+                update * held,
+            )  # fmt: skip
+            if held + buffers + state * held + most > peak:
+                fullest, peak = held, held + buffers + state * held + most
+        return Memory(fullest, state * fullest, peak)
+
+    def _fillings(
+        self, tp: int, ep: int, etp: int, spread: tuple[int, int], schedule: Schedule | None
+    ) -> tuple[tuple[float, float, Holding], ...]:
+        """Ranks that may be the fullest: bytes of parameters, share of what is outside of the units, and the rest."""
+        return tuple(
+            (self._held(tp, ep, etp, spread, one.entries), self._loose(tp, ep, etp, one.entries), one)
+            for one in self.cut.holdings(schedule)
+        )
 
     def schedule(self, c: Candidate) -> Schedule | None:
         """The candidate's schedule, which no other choice changes."""
-        if c.pp == 1:
-            return None
-        base = self.points.variant(self.points.base, {})
-        return self.schedules.get(Variant((("pp", c.variant.of("pp")), *base.choices)), c.pp, c.accumulation)
+        return None if c.pp == 1 else self.schedules.get(self._pipelined(c.variant.of("pp")), c.pp, c.accumulation)
 
-    def flops(self, c: Candidate) -> float:
-        """Of a micro-batch, on the rank with most."""
-        kinds, schedule = Kinds.of(c.variant, self.points.options), self.schedule(c)
-        unit, rest = (sum(self._number(kinds, c, "flops", per)) for per in ("unit", "rest"))
+    def flops(self, c: Candidate, name: str = "flops") -> float:
+        """Of a micro-batch, on the rank with most; with a name, those of modules with a peak of their own."""
+        kinds, schedule = self.points.kinds(c.variant), self.schedule(c)
+        unit, rest = (sum(self._number(kinds, c, name, per)) for per in ("unit", "rest"))
         return max(unit * one.repeats + rest * one.head for one in self.cut.holdings(schedule))
 
     def sent(self, c: Candidate) -> list[Sent]:
         """Collectives of a step, on a rank of the stage with most units."""
-        kinds, schedule = Kinds.of(c.variant, self.points.options), self.schedule(c)
+        kinds, schedule = self.points.kinds(c.variant), self.schedule(c)
         units = max(one.repeats for one in self.cut.holdings(schedule))
         ends = 1.0 if schedule is None else 0.5
-        found = list(self._data_sent(kinds, c, units, ends))
-        for axis, apart in {"tp": c.cp, "cp": c.tp, "ep": c.cp}.items():
+        found = []
+        if c.shards > 1 or c.dp_replicate > 1:
+            across = "dp_shard × cp" if c.cp > 1 else "dp_shard"
+            for kind, calls, held in self._shared(kinds.data, c.tp, c.ep, c.etp, units, ends, c.accumulation):
+                if c.shards > 1:
+                    found.append(Sent(kind, across, c.shards, calls, held))
+                if c.dp_replicate > 1 and kind in ("reduce_scatter", "all_reduce"):
+                    found.append(Sent("all_reduce", "dp_replicate", c.dp_replicate, calls, held / c.shards))
+        for axis, apart in (("tp" if c.etp == 1 else "etp", c.cp), ("cp", c.tp), ("ep", c.cp * c.tp // c.etp)):
             if c.sizes[axis] > 1:
-                found += self._token_sent(kinds, c, axis, apart, units, ends)
+                times = c.micro_batch * c.accumulation / apart
+                for kind, axes, each, once in self._sent_by_tokens(kinds.others, axis, units, ends):
+                    # once a step, ranks sum gradients of weights that all of them hold: not of experts that are spread
+                    calls, held = once if c.ep == 1 else (0.0, 0.0)
+                    calls, held = calls + c.accumulation * each.calls, held + times * each.held
+                    found.append(Sent(kind, axes, c.sizes[axes], calls, held))
         if schedule is not None:
             each = self.hidden * c.micro_batch / c.cp / c.tp
             borders = max(schedule.crossings)
             found.append(Sent("send", "pp", 2, borders * c.accumulation, borders * c.accumulation * each))
         return found
 
-    def _data_sent(self, kinds: Kinds, c: Candidate, units: float, ends: float) -> list[Sent]:
-        own = Kinds(kinds.data, self.points.base.others)
+    def _of_weights(
+        self, data: Choice, tp: int, ep: int, etp: int, units: float, ends: float, accumulation: int
+    ) -> list[tuple[str, float, float]]:
+        """Collectives of data parallelism in a step: kind, calls, bytes. Some come with each micro-batch."""
+        own = Kinds(data, self.points.base.others)
+        once, twice = self._point(own), self._point(own, accumulation=2)
         found = []
-        if c.shards > 1 or c.dp_replicate > 1:
-            once, twice = self._point(own), self._point(own, accumulation=2)
-            shrunk = {per: self._share(per, c.tp, c.ep, c.etp) for per in ("unit", "rest")}
-            for kind, axes in _keys(once):
-                if axes == "dp_shard":
-                    calls, held = (
-                        self._grown(once, twice, f"{w} {kind} {axes}", c, units, ends, shrunk if w == "held" else None)
-                        for w in ("calls", "held")
-                    )
-                    across = "dp_shard × cp" if c.cp > 1 else "dp_shard"
-                    if c.shards > 1:
-                        found.append(Sent(kind, across, c.shards, calls, held))
-                    if c.dp_replicate > 1 and kind in ("reduce_scatter", "all_reduce"):
-                        found.append(Sent("all_reduce", "dp_replicate", c.dp_replicate, calls, held / c.shards))
+        for kind in (kind for kind, axes in _keys(once) if axes == "dp_shard"):
+            calls = held = 0.0
+            for per, times in (("unit", units), ("rest", ends)):
+                one, two = ([get(point, per, f"{what} {kind} dp_shard") for what in ("calls", "held")]
+                            for point in (once, twice))  # fmt: skip
+                shrunk = self._share(per, tp, ep, etp)
+                calls += times * (one[0] + (accumulation - 1) * (two[0] - one[0]))
+                held += times * (one[1] + (accumulation - 1) * (two[1] - one[1])) * shrunk
+            found.append((kind, calls, held))
         return found
 
-    def _grown(
-        self, once: Point, twice: Point, name: str, c: Candidate, units: float, ends: float,
-        shrunk: Mapping[str, float] | None,
-    ) -> float:  # fmt: skip
-        """A number of a step with the candidate's micro-batches: some collectives come with each, others once."""
-        total = 0.0
-        for per, times in (("unit", units), ("rest", ends)):
-            one, two = (get(point, per, name) for point in (once, twice))
-            total += times * (one + (c.accumulation - 1) * (two - one)) * (shrunk[per] if shrunk else 1.0)
-        return total
-
-    def _token_sent(self, kinds: Kinds, c: Candidate, axis: str, apart: int, units: float, ends: float) -> list[Sent]:
-        own = Kinds(self.points.base.data, kinds.others)
-        point = self._point(own, tuple(sorted({"dp_shard": 2, axis: 2}.items())))
+    def _of_tokens(
+        self, others: tuple[tuple[str, Choice], ...], axis: str, units: float, ends: float
+    ) -> list[tuple[str, str, Counts, Counts]]:
+        """Collectives along an axis: kind, axis, those with each micro-batch of one sequence, and those once a step."""
+        own, base = Kinds(self.points.base.data, others), self.points.base
+        sizes = SENDING[axis]
+        each, one, two = self._point(own, sizes), self._point(base, sizes), self._point(base, sizes, accumulation=2)
+        along = ("tp", "etp") if axis == "etp" else (axis,)
         found = []
-        for kind, axes in _keys(point):
-            if axes == axis:
-                calls = c.accumulation * (
-                    point.unit.get(f"calls {kind} {axes}", 0.0) * units
-                    + point.rest.get(f"calls {kind} {axes}", 0.0) * ends
-                )
-                held = (
-                    point.unit.get(f"held {kind} {axes}", 0.0) * units
-                    + point.rest.get(f"held {kind} {axes}", 0.0) * ends
-                )
-                found.append(Sent(kind, axis, c.sizes[axis], calls, held * c.micro_batch * c.accumulation / apart))
+        for kind, axes in _keys(each):
+            if axes in along:
+                step, micro = [], []
+                for what in ("calls", "held"):
+                    name = f"{what} {kind} {axes}"
+                    own_count, once, twice = (
+                        units * get(point, "unit", name) + ends * get(point, "rest", name) for point in (each, one, two)
+                    )
+                    step.append(max(2 * once - twice, 0.0))
+                    micro.append(own_count - step[-1])
+                found.append((kind, axes, Counts(*micro), Counts(*step)))
         return found
 
 

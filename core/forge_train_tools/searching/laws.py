@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from .candidates import LAYERS, Candidate
+from .candidates import Candidate
 from .composing import Point
 from .points import Kinds, Points
 from .schedules import Schedules
@@ -22,6 +22,13 @@ from .weights import Weights
 PAIR = (("dp_shard", 2),)
 """The layout that others are compared with: two ranks that share weights."""
 ALONE: tuple[tuple[str, int], ...] = ()
+TWO = {
+    axis: tuple(sorted({"dp_shard": 2, axis: 2, **more}.items()))
+    for axis, more in {"tp": {}, "cp": {}, "ep": {}, "etp": {"tp": 2}}.items()
+}
+"""Axis → a pair with two ranks along it, too. Experts are split by `etp` along `tp`."""
+SENDING = {**TWO, "ep": (("dp_shard", 4), ("ep", 2))}
+"""The same for collectives, which are named by their ranks: those of `ep` must not be those of `dp_shard`."""
 SMALL = 0.01
 """Share of the weights' part below which the tokens' part is rounding."""
 
@@ -55,12 +62,15 @@ class Laws:
             "_split",
             "_tokens",
             "_law",
+            "_fixed",
             "_retained",
             "_data",
             "_share",
+            "_shards",
             "_states",
             "_gradients",
             "_unsharded",
+            "_sizes",
             "_held",
             "_loose",
             "rows_left",
@@ -86,9 +96,8 @@ class Laws:
         split = self._split(own, name, per)
         if abs(split.tokens) < SMALL * abs(split.weights):
             return 0.0
-        sizes = {"dp_shard": 2, axis: 2}
-        two = get(self._point(own, tuple(sorted(sizes.items()))), per, name)
-        shrunk = self._share(per, **{one: 2 if one == axis else 1 for one in LAYERS if one != "cp"})
+        two, sizes = get(self._point(own, TWO[axis]), per, name), dict(TWO[axis])
+        shrunk = self._share(per, *(sizes.get(one, 1) for one in ("tp", "ep", "etp")))
         return 2 * (two - split.weights * shrunk) / split.tokens - 1
 
     def _share(self, per: str, tp: int, ep: int, etp: int) -> float:
@@ -105,7 +114,7 @@ class Laws:
     def _tokens(self, kinds: Kinds, name: str, per: str, tp: int, cp: int, ep: int, etp: int) -> float:
         """The part that grows with tokens, for a micro-batch of one sequence."""
         found = self._split(kinds, name, per).tokens
-        for axis, size in (("tp", tp), ("cp", cp), ("ep", ep)):
+        for axis, size in (("tp" if etp == 1 else "etp", tp), ("cp", cp), ("ep", ep)):
             if size > 1 and found:
                 kept = self._law(kinds, name, per, axis)
                 found *= max(kept + (1 - kept) / size, 0.0)
@@ -128,16 +137,17 @@ class Laws:
     def _number(self, kinds: Kinds, c: Candidate, name: str, per: str) -> tuple[float, float]:
         """The parts of weights and of tokens of a candidate."""
         several = c.shards * c.dp_replicate > 1
-        weights = self._split(kinds, name, per).weights + self._data(kinds, name, per, several)
-        if c.accumulation > 1 and name in ("top", "end"):
-            retained = self._retained(kinds, name, per, several)
-            if name == "top" and self._is_shared(kinds, c) and not self._unsharded(kinds):
-                retained *= 2 / c.shards
-            elif name == "end" and not self._unsharded(kinds):
-                retained = 0.0
-            weights += retained
-        weights *= self._share(per, c.tp, c.ep, c.etp)
+        weights = self._fixed(kinds, name, per, several, c.tp, c.ep, c.etp)
+        if c.accumulation > 1 and (name == "top" or (name == "end" and self._unsharded(kinds))):
+            retained = self._retained(kinds, name, per, several) * self._share(per, c.tp, c.ep, c.etp)
+            shared = name == "top" and not self._unsharded(kinds) and self._is_shared(kinds, c)
+            weights += retained * 2 / c.shards if shared else retained
         return weights, c.micro_batch * self._tokens(kinds, name, per, c.tp, c.cp, c.ep, c.etp)
+
+    def _fixed(self, kinds: Kinds, name: str, per: str, several: bool, tp: int, ep: int, etp: int) -> float:
+        """The part of weights for a single micro-batch."""
+        weights = self._split(kinds, name, per).weights + self._data(kinds, name, per, several)
+        return weights * self._share(per, tp, ep, etp)
 
     def _unsharded(self, kinds: Kinds) -> bool:
         """Return True if whole gradients wait for the last micro-batch."""
@@ -145,9 +155,10 @@ class Laws:
         return point.of("unsharded", self.points.composer.repetitions) > 0
 
     def _is_shared(self, kinds: Kinds, c: Candidate) -> bool:
-        """Return True if a way of data parallelism shards parameters at rest."""
-        if c.shards == 1:
-            return False
+        """Return True if a candidate's parameters are sharded at rest."""
+        return c.shards > 1 and self._shards(kinds)
+
+    def _shards(self, kinds: Kinds) -> bool:
         own = Kinds(kinds.data, self.points.base.others)
         pair = self._point(own).of("parameters", self.points.composer.repetitions)
         return pair < 0.75 * self.weights(1, 1, 1).bytes
@@ -163,9 +174,12 @@ class Laws:
         held = point.of("parameters", count)
         return point.of("optimizer", count) / held, point.of("update", count) / held
 
+    def _sizes(self, tp: int, ep: int, etp: int, shards: tuple[int, int]) -> list[float]:
+        return [entry.sharded(*shards) for entry in self.weights(tp, ep, etp).entries]
+
     def _held(self, tp: int, ep: int, etp: int, shards: tuple[int, int], entries: tuple[int, ...]) -> float:
-        weights = self.weights(tp, ep, etp)
-        return sum(weights.entries[at].sharded(*shards) for at in entries)
+        sizes: list[float] = self._sizes(tp, ep, etp, shards)
+        return sum(sizes[at] for at in entries)
 
     def _loose(self, tp: int, ep: int, etp: int, entries: tuple[int, ...]) -> float:
         """Share of the weights outside of the repeating units that some entries have."""

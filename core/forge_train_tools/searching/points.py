@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from forge_train.base.errors import ConfigError
 
@@ -21,10 +21,13 @@ class Kinds:
     data: Choice
     others: tuple[tuple[str, Choice], ...]
 
-    @classmethod
-    def of(cls, variant: Variant, options: Options) -> Kinds:
-        others = tuple((kind, one) for kind, one in variant.choices if kind in options.others and kind != DATA)
-        return cls(variant.of(DATA), others)
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.data, self.others))
+
+    def __hash__(self) -> int:
+        """Computed once, as caches ask for it a hundred times for each candidate."""
+        return self._hash
 
 
 class Points:
@@ -42,8 +45,16 @@ class Points:
             tuple((kind, choices[0]) for kind, choices in options.others.items() if kind != DATA),
         )
         self.at = cache(self._at)
+        self.kinds = cache(self._kinds)
+        self._known: dict[Kinds, Kinds] = {}
         self.count = 0
         self.notes: dict[str, None] = {}
+
+    def _kinds(self, variant: Variant) -> Kinds:
+        """The kinds of a variant; one object for all that are equal."""
+        others = tuple((kind, one) for kind, one in variant.choices if kind in self.options.others and kind != DATA)
+        kinds = Kinds(variant.of(DATA), others)
+        return self._known.setdefault(kinds, kinds)
 
     def variant(self, kinds: Kinds, axes: Mapping[str, int]) -> Variant:
         """The plugins for a point: those of its kinds, and of each axis above 1."""

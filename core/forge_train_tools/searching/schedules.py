@@ -9,14 +9,14 @@ from torch import nn
 
 from forge_train import ConfigError, Model
 from forge_train.plugin import hookspecs
-from forge_train_kit.pipeline.timetable import PipelineExecutor, Timetable
+from forge_train_kit.pipeline.timetable import PipelineExecutor
 
-from ..planning.timeline import PartCost, simulate
-from .composing import Composer
+from ..planning.timeline import PartCost, Timeline, simulate
+from .composing import ENOUGH, Composer
 from .variants import Variant
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """A schedule for some number of micro-batches, of parts that all cost the same."""
 
@@ -43,6 +43,7 @@ class Schedules:
     def __init__(self, composer: Composer) -> None:
         self._composer = composer
         self.get = cache(self._get)
+        self._timeline, self._executor = cache(self._simulated), cache(self._made)
 
     def _get(self, variant: Variant, pp: int, micro_batches: int) -> Schedule:
         """A schedule of so many ranks.
@@ -52,23 +53,25 @@ class Schedules:
         """
         many = 2 * pp
         if micro_batches <= many + pp:
-            return _read(self._timetable(variant, pp, micro_batches), None)
+            return _read(self._timeline(variant, pp, micro_batches), None)
         # From some number on, each further micro-batch adds the same: two tables tell the time of any larger number.
-        first, second = (self._timetable(variant, pp, count) for count in (many - pp, many))
+        first, second = (self._timeline(variant, pp, count) for count in (many - pp, many))
         return _read(second, _extended(first, second, micro_batches))
 
-    def _timetable(self, variant: Variant, pp: int, micro_batches: int) -> Timetable:
-        with self._composer.job(variant, {"pp": pp}, 1, micro_batches) as job:
-            whole = nn.Module()
-            executor = hookspecs.executor(Model([whole], []), hookspecs.task(job), job)
-            if not isinstance(executor, PipelineExecutor):
-                raise ConfigError("the executor does not declare what its ranks do")
-            return executor.timetable(micro_batches)
+    def _simulated(self, variant: Variant, pp: int, micro_batches: int) -> Timeline:
+        table = self._executor(variant, pp).timetable(micro_batches)
+        return simulate(table, [PartCost(1.0, 1.0, 1.0)] * table.parts)
+
+    def _made(self, variant: Variant, pp: int) -> PipelineExecutor:
+        with self._composer.job(variant, {"pp": pp}, 1, ENOUGH * pp) as job:
+            executor = hookspecs.executor(Model([nn.Module()], []), hookspecs.task(job), job)
+        if not isinstance(executor, PipelineExecutor):
+            raise ConfigError("the executor does not declare what its ranks do")
+        return executor
 
 
-def _read(table: Timetable, stretch: float | None) -> Schedule:
-    costs = [PartCost(1.0, 1.0, 1.0)] * table.parts
-    timeline = simulate(table, costs)
+def _read(timeline: Timeline, stretch: float | None) -> Schedule:
+    table = timeline.timetable
     place, ranks = table.placement, range(len(table.ranks))
     borders = [
         sum(
@@ -81,8 +84,8 @@ def _read(table: Timetable, stretch: float | None) -> Schedule:
     return Schedule(timeline.stretch if stretch is None else stretch, place, flying, tuple(borders))
 
 
-def _extended(first: Timetable, second: Timetable, micro_batches: int) -> float:
-    parts = first.parts // len(first.ranks)
-    one, two = (simulate(table, [PartCost(1.0, 1.0, 1.0)] * table.parts).duration for table in (first, second))
-    each = (two - one) / (second.micro_batches - first.micro_batches)
-    return (two + each * (micro_batches - second.micro_batches)) / (3.0 * parts * micro_batches)
+def _extended(first: Timeline, second: Timeline, micro_batches: int) -> float:
+    table, fewer = second.timetable, first.timetable.micro_batches
+    each = (second.duration - first.duration) / (table.micro_batches - fewer)
+    busy = 3.0 * table.parts / len(table.ranks) * micro_batches
+    return (second.duration + each * (micro_batches - table.micro_batches)) / busy

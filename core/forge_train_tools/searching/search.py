@@ -3,51 +3,33 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.format import format_bytes
 from forge_train.registry.setup import Setup
-from forge_train_kit.pipeline.parts import cost_of, part_of
 
 from ..configuration.request import Request
 from ..configuration.setup import resolve
 from ..planning.clusters import Cluster
-from .candidates import SIZES, Candidate, divisors, layouts, micro_batches, provider
-from .composing import Composer
-from .forms import Forms, Memory
-from .legality import Legality
-from .points import DATA, Points
-from .schedules import Schedules
-from .speed import Speed, speed
-from .stages import Cut
-from .variants import Choice, options_of, pinned_keys
-from .weights import Weights, entries_of, repetitions, weights_of
+from .candidates import Candidate
+from .space import Found, Space, rule
 
-DEEPEST = 32
-"""Pipeline stages beyond which nothing is searched."""
 ENOUGH = 2000
-"""Legal layouts that fit, and that do not, after which the search ends."""
-WIDEST = 64
-"""Ranks of context and expert parallelism beyond which nothing is searched."""
+"""Legal layouts that fit after which the search ends."""
+NEIGHBOURS = 32
+"""Larger and smaller numbers of ranks that are tried where a world has no legal layout."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A legal layout, by closed forms."""
+class Large:
+    """A layout that does not fit."""
 
     candidate: Candidate
-    memory: Memory
-    speed: Speed
-    tokens_per_second: float
-    mfu: float | None
-    fits: bool
-    exact: bool = False
-    """True if the memory is that of a rehearsal of the whole layout."""
+    peak: float
+    """Bytes of the fullest rank."""
 
 
 @dataclass
@@ -58,10 +40,14 @@ class Search:
     cluster: Cluster
     ranked: list[Found] = field(default_factory=list)
     """Layouts that fit, the fastest first."""
-    too_large: list[Found] = field(default_factory=list)
-    """Layouts that do not fit, the smallest first."""
+    too_large: int = 0
+    """Layouts that do not fit; nobody asked whether they are legal."""
+    nearest: Large | None = None
+    """The smallest legal layout that does not fit; looked for if none does."""
+    fitting: int = 0
+    """The nearest number of ranks that has a layout which fits; looked for if none does, and 0 if none was found."""
     unchecked: int = 0
-    """Slower and larger ones that nobody asked whether they are legal, as there were enough."""
+    """Slower ones that nobody asked whether they are legal, as there were enough."""
     refused: Counter[str] = field(default_factory=Counter)
     """Reason → layouts that can't be."""
     request: Request = field(default_factory=Request)
@@ -70,10 +56,6 @@ class Search:
     notes: tuple[str, ...] = ()
     rehearsed: int = 0
     """Points of short models that were rehearsed."""
-
-    @property
-    def legal(self) -> int:
-        return len(self.ranked) + len(self.too_large)
 
     @property
     def front(self) -> list[Found]:
@@ -97,149 +79,72 @@ def search(request: Request, *, world: int, cluster: Cluster) -> Search:
     Raises:
         ConfigError: for a configuration that can't be searched.
     """
-    space = Space(request, world, cluster)
-    made = Search(world, cluster, request=space.request, unvaried=space.points.options.unvaried)
-    every = []
-    for candidate in space.candidates():
-        try:
-            every.append(space.found(candidate))
-        except ConfigError as error:
-            made.refused[_rule(str(error))] += 1
-    every.sort(key=lambda one: (-one.tokens_per_second, one.memory.peak))
-    large = [one for one in every if not one.fits]
-    for found, some in (
-        (made.ranked, [one for one in every if one.fits]),
-        (made.too_large, sorted(large, key=lambda one: one.memory.peak)),
-    ):
-        for at, one in enumerate(some):
-            if len(found) == ENOUGH:
-                made.unchecked += len(some) - at
-                break
-            if reason := space.legality.verdict(one.candidate):
-                made.refused[_rule(reason)] += 1
-            else:
-                found.append(one)
+    return rank(Space(request, world, cluster))
+
+
+def rank(space: Space) -> Search:
+    """Rank every layout of a space."""
+    made = Search(space.world, space.cluster, request=space.request, unvaried=space.points.options.unvaried)
+    fitting, large = _split(space, made)
+    for at, one in enumerate(sorted(fitting, key=lambda one: (-one.tokens_per_second, one.memory.peak))):
+        if len(made.ranked) == ENOUGH:
+            made.unchecked = len(fitting) - at
+            break
+        if _accepts(space, made, one.candidate):
+            made.ranked.append(one)
+    made.too_large = len(large)
+    if not made.ranked:
+        large.sort(key=lambda one: one.peak)
+        made.nearest = next((one for one in large if _accepts(space, made, one.candidate)), None)
+        others = _others(space.world, larger=made.nearest is not None)
+        made.fitting = next((world for world in others if _fits(space.of(world))), 0)
     made.refused.update(space.refused)
     made.notes, made.rehearsed = tuple(space.points.notes), space.points.count
     return made
 
 
-class Space:
-    """Everything that closed forms need of a configuration."""
-
-    def __init__(self, request: Request, world: int, cluster: Cluster) -> None:
-        self.world, self.cluster, self._pinned = world, cluster, pinned_keys(request)
-        setup = resolve(request, world=max(world, 2), data=False, measured=False, training=False)
-        self.config = setup.config
-        self.request = replace(request, without=setup.config.without)
-        self.composer = Composer(self.request, world, on_cuda=True)
-        self.points = Points(self.composer, options_of(setup, request))
-        self.refused: Counter[str] = Counter()
-        model = self.composer.look(self.points.variant(self.points.base, {})).model.parts[0]
-        train = self.config.train
-        self._entries = entries_of(model)
-        costs = [
-            cost_of(part_of(model, self._entries, range(at, at + 1)), train.sequence)
-            for at in range(len(self._entries))
-        ]
-        units = self.composer.unit_names
-        cut = Cut(costs, repetitions(self._entries, units, self.composer.pattern))
-        shape = getattr(model, "hidden_shape", None)
-        hidden = math.prod(shape(1, train.sequence)) * (4 if train.precision == "fp32" else 2) if shape else 0.0
-        declared = getattr(model, "flops_per_token", None)
-        self.flops_per_token = float(declared(train.sequence)) if declared else None
-        self.forms = Forms(self.points, Schedules(self.composer), cut, self._weights, hidden)
-        self._keeps_replicas = cache(self._find_replicas)
-        self.legality = Legality(self.forms, self.points, world, train.global_batch)
-
-    def _weights(self, tp: int, ep: int, etp: int) -> Weights:
-        axes = {"tp": tp, "ep": ep, "etp": etp, "dp_shard": ep}
-        axes = {axis: size for axis, size in axes.items() if size > 1}
-        with self.composer.composed(self.points.variant(self.points.base, axes), axes) as short:
-            return weights_of(short, self._entries, self.composer.unit_names, self.composer.pattern)
-
-    def candidates(self) -> Iterator[Candidate]:
-        """Layouts whose axes the model can have, with every choice of batches and plugins."""
-        train, options = self.config.train, self.points.options
-        allowed = {axis: self._allowed(axis) for axis in SIZES}
-        pairs = [
-            (ep, etp)
-            for etp in (self._allowed("etp") if len(self._allowed("ep")) > 1 else [1])
-            for ep in self._allowed("ep")
-        ]
-        for sizes in layouts(self.world, allowed, pairs):
-            data = sizes["dp_replicate"] * sizes["dp_shard"]
-            if train.global_batch % data:
-                self.refused["train.global_batch is no multiple of the data-parallel ranks"] += 1
-                continue
-            axes = [axis for axis in options.axes if sizes.get(axis, 1) > 1]
-            if sizes["etp"] > 1 and "ep" in options.axes and "ep" not in axes:
-                axes.append("ep")
-            share = train.global_batch // data
-            for variant in options.variants(axes):
-                if not self._differs(variant.of(DATA), sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"]):
-                    continue
-                for size in micro_batches(share, train.micro_batch if "train.micro_batch" in self._pinned else 0):
-                    yield Candidate(**sizes, micro_batch=size, accumulation=share // size, variant=variant)
-
-    def _differs(self, data: Choice, replicas: int, shards: int) -> bool:
-        """Return False for another name of a layout that is looked at anyway: one rank has nothing to share, and where
-        replicas are sharded like the rest, or nothing is, both axes do the same."""
-        if replicas * shards == 1:
-            return data == self.points.base.data
-        return replicas == 1 or self._keeps_replicas(data)
-
-    def _find_replicas(self, data: Choice) -> bool:
-        whole = self.forms.weights(1, 1, 1).bytes
-        kinds = replace(self.points.base, data=data)
-
-        def held(axis: str) -> int:
-            with self.composer.composed(self.points.variant(kinds, {axis: 2}), {axis: 2}) as short:
-                return weights_of(short, self._entries, self.composer.unit_names, self.composer.pattern).bytes
-
-        return held("dp_shard") < 0.75 * whole <= held("dp_replicate")
-
-    def _allowed(self, axis: str) -> list[int]:
-        """Sizes of an axis that the model can have."""
-        configured = getattr(self.config.parallel, axis)
-        if f"parallel.{axis}" in self._pinned and configured > 0:
-            return [configured]
-        sizes = divisors(self.world)
-        if (needed := provider(axis)) and needed not in self.points.options.axes:
-            return [1]
-        if axis in ("dp_shard", "dp_replicate"):
-            return sizes
-        if axis == "pp":
-            sizes = [one for one in sizes if one <= min(len(self._entries), DEEPEST)]
-            return [1] if len(sizes) > 1 and self._refuses(("pp", sizes[1])) else sizes
-        most = self.cluster.links[0].ranks or WIDEST if axis in ("tp", "etp") else WIDEST
-        found = []
-        for size in (one for one in sizes if one <= most):
-            if size == 1 or not self._refuses(*((("tp", size), (axis, size)) if axis == "etp" else ((axis, size),))):
-                found.append(size)
-        return found
-
-    def _refuses(self, *sizes: tuple[str, int]) -> bool:
-        if reason := self.legality.of_axis(*sizes):
-            self.refused[_rule(reason)] += 1
-        return bool(reason)
-
-    def found(self, c: Candidate) -> Found:
-        """The numbers of a legal layout."""
-        memory = self.forms.memory(c)
-        took = speed(
-            c, self.cluster, self.config.train.precision, self.forms.flops(c), self.forms.sent(c), memory,
-            self.forms.schedule(c),
-        )  # fmt: skip
-        rate = self.config.train.tokens_per_step / took.step
-        peak = self.cluster.flops(self.config.train.precision)
-        mfu = None if self.flops_per_token is None else rate * self.flops_per_token / (self.world * peak)
-        return Found(c, memory, took, rate, mfu, memory.peak <= self.cluster.memory)
+def _others(world: int, *, larger: bool) -> list[int]:
+    """Numbers of ranks to try if none of a world's layouts can be: some times as many where memory lacks, or its
+    neighbours."""
+    if larger:
+        return [world * times for times in (2, 4, 8, 16, 32, 64)]
+    near = (world + sign * step for step in range(1, NEIGHBOURS + 1) for sign in (-1, 1))
+    return [one for one in near if one > 0]
 
 
-def _rule(reason: str) -> str:
-    """A reason without the numbers of one layout, so that equal ones count together."""
-    return re.sub(r"\d[\d,.]*", "…", reason.split("\n", 1)[0].split(" (", 1)[0])
+def _fits(space: Space) -> bool:
+    """Return True if a layout is legal and fits."""
+    for candidate in space.candidates():
+        try:
+            fits = space.forms.memory(candidate).peak <= space.cluster.memory
+        except ConfigError:
+            continue
+        if fits and not space.legality.verdict(candidate):
+            return True
+    return False
+
+
+def _split(space: Space, made: Search) -> tuple[list[Found], list[Large]]:
+    """Candidates that fit, and those that do not."""
+    fitting: list[Found] = []
+    large: list[Large] = []
+    for candidate in space.candidates():
+        try:
+            memory = space.forms.memory(candidate)
+            if memory.peak > made.cluster.memory:
+                large.append(Large(candidate, memory.peak))
+            else:
+                fitting.append(space.found(candidate, memory))
+        except ConfigError as error:
+            made.refused[rule(str(error))] += 1
+    return fitting, large
+
+
+def _accepts(space: Space, made: Search, candidate: Candidate) -> bool:
+    """Return True for a legal candidate; count any other by its reason."""
+    if reason := space.legality.verdict(candidate):
+        made.refused[rule(reason)] += 1
+    return not reason
 
 
 def chosen(request: Request, candidate: Candidate) -> Request:
@@ -272,12 +177,14 @@ def why_slower(one: Found, best: Found) -> str:
 
 def nothing_fits(made: Search) -> ConfigError:
     """The error of a search in which no layout fits, with the nearest that does and what it lacks."""
-    if not made.too_large:
+    if made.nearest is None:
         reason, count = made.refused.most_common(1)[0] if made.refused else ("there is none", 0)
-        return ConfigError(f"No layout of {made.world} ranks is possible: {reason} ({count} layouts).")
-    nearest = made.too_large[0]
+        other = f"; the nearest number of ranks that fits is {made.fitting}" if made.fitting else ""
+        return ConfigError(f"No layout of {made.world} ranks is possible: {reason} ({count} layouts){other}.")
+    nearest, memory = made.nearest, made.cluster.memory
     return ConfigError(
         f"No layout of {made.world} ranks fits into {made.cluster.name}: the nearest, {nearest.candidate}, takes "
-        f"{format_bytes(int(nearest.memory.peak))} of {format_bytes(int(made.cluster.memory))}; "
-        f"{format_bytes(int(nearest.memory.peak - made.cluster.memory))} are missing. More ranks would share more."
+        f"{format_bytes(int(nearest.peak))} of {format_bytes(int(memory))}; "
+        f"{format_bytes(int(nearest.peak - memory))} are missing"
+        + (f"; {made.fitting} ranks have a layout that fits." if made.fitting else ", and more ranks do not help.")
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ..planning.clusters import Cluster
-from .candidates import LAYERS, SIZES, Candidate
+from .candidates import LAYERS, Candidate
 from .forms import Memory, Sent
 from .schedules import Schedule
 
@@ -43,23 +42,9 @@ class Speed:
         return max(largest, key=lambda one: largest[one])
 
 
-def span(c: Candidate, axes: str) -> int:
-    """Ranks from the first to the last of a group: those of an axis lie further apart, the further outside it is."""
-    inside = {
-        "tp": c.tp,
-        "etp": c.etp,
-        "ep": c.ep * c.etp,
-        "cp": c.tp * c.cp,
-        "dp_shard": c.tp * c.cp * c.dp_shard,
-        "dp_shard × cp": c.tp * c.cp * c.dp_shard,
-        "dp_replicate": c.tp * c.cp * c.dp_shard * c.dp_replicate,
-    }
-    return inside.get(axes, math.prod(c.sizes[axis] for axis in SIZES))
-
-
 def speed(
-    c: Candidate, cluster: Cluster, precision: str, flops: float, sent: Sequence[Sent], memory: Memory,
-    schedule: Schedule | None,
+    c: Candidate, cluster: Cluster, precision: str, flops: float, apart: Mapping[str, float], sent: Sequence[Sent],
+    memory: Memory, schedule: Schedule | None,
 ) -> Speed:  # fmt: skip
     """The time of a step. Collectives of data parallelism are hidden behind compute as far as that is longer; those
     that each layer waits for are not.
@@ -69,15 +54,18 @@ def speed(
         cluster: its devices and links.
         precision: of `train.precision`.
         flops: of a micro-batch, on the rank with most.
+        apart: those among them that are done at another peak, by its key.
         sent: collectives of a step.
         memory: at rest, for the optimizer's step.
         schedule: of a pipeline.
     """
-    compute = c.accumulation * flops / (cluster.flops(precision) * cluster.efficiency)
+    seconds = (flops - sum(apart.values())) / cluster.flops(precision)
+    seconds += sum(own / cluster.flops(key) for key, own in apart.items())
+    compute = c.accumulation * seconds / cluster.efficiency
     blocking = hidden = 0.0
     levels: dict[str, float] = {link.level: 0.0 for link in cluster.links}
     for one in sent:
-        link = cluster.link(span(c, one.axes))
+        link = cluster.link(c.spans[one.axes])
         steps = one.calls * (1 if one.kind == "send" else (2 if one.kind == "all_reduce" else 1) * (one.ranks - 1))
         seconds = one.bytes / link.bandwidth + steps * link.latency
         levels[link.level] += one.bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 
 from forge_train.base.names import PluginRef, canonical
@@ -30,8 +31,19 @@ class Choice:
     own: bool = False
     """True for what the configuration has itself."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.plugin, self.settings, self.without, self.own))
+
+    def __hash__(self) -> int:
+        """Computed once, as caches ask for it a hundred times for each candidate."""
+        return self._hash
+
     def __str__(self) -> str:
         return ", ".join(self.settings) or self.plugin or (f"no {', '.join(self.without)}" if self.without else "")
+
+
+NOTHING = Choice()
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,20 @@ class Variant:
     choices: tuple[tuple[str, Choice], ...]
     """Kind (what the plugins provide) → choice."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.choices,))
+
+    def __hash__(self) -> int:
+        """Computed once, as caches ask for it a hundred times for each candidate."""
+        return self._hash
+
+    @cached_property
+    def _by_kind(self) -> dict[str, Choice]:
+        return dict(self.choices)
+
     def of(self, kind: str) -> Choice:
-        return dict(self.choices).get(kind, Choice())
+        return self._by_kind.get(kind, NOTHING)
 
     def request(self, request: Request) -> Request:
         """The user's request with these plugins and options."""

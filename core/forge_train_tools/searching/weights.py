@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forge_train.mesh.tensors import local
 
 from ..planning.alike import Pattern
+from .candidates import LAYERS
 
 REST = "rest"
 
@@ -62,7 +64,7 @@ def weights_of(
     """Read a short model, of which left-out repetitions are like the first.
 
     Args:
-        short: composed without data parallelism.
+        short: composed; how data parallelism shards it does not count.
         entries: of the whole model.
         units: of the whole model, in order.
         pattern: of its repetitions.
@@ -74,9 +76,11 @@ def weights_of(
     names = sorted({stands_for.get(name, name) for entry in entries for name in entry}, key=len, reverse=True)
     for name, parameter in named.items():
         home = next((one for one in names if name.startswith(f"{one}.") or name == one), REST)
-        here = local(parameter)
-        shape = (here.shape[0] if here.ndim else 0, here.numel() * here.element_size())
-        owned.setdefault(home, []).append((*shape, name.startswith(experts), parameter.requires_grad))
+        shape = _before_sharding(parameter)
+        size = math.prod(shape) * local(parameter).element_size()
+        owned.setdefault(home, []).append(
+            (shape[0] if shape else 0, size, name.startswith(experts), parameter.requires_grad)
+        )
     made: Mapping[str, Tensors] = {name: Tensors(tuple(shapes)) for name, shapes in owned.items()}
     empty = Tensors(())
     return Weights(
@@ -85,6 +89,17 @@ def weights_of(
             for entry in entries
         )
     )
+
+
+def _before_sharding(parameter: Tensor) -> list[int]:
+    """Shape of a parameter on the first rank, as the axes leave it that divide layers."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for at, (axis, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)):
+            if axis in LAYERS and placement.is_shard():
+                shape[placement.dim] = -(-shape[placement.dim] // mesh.size(at))
+    return shape
 
 
 def _representatives(units: Sequence[str], pattern: Pattern | None) -> dict[str, str]:

@@ -82,6 +82,7 @@ class FP8(LowPrecisionPlugin):
     """
 
     name = "fp8"
+    facts = {"plan.peak": "fp8"}
 
     @section
     class Config:
