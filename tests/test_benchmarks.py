@@ -279,3 +279,18 @@ def test_a_report_of_many_long_runs(script: Script, tmp_path: Path, monkeypatch:
     assert found["missing"] == 0
     assert found["frame"] < viewer.SMALLEST
     assert "| spikes that are missing, of 30 | 0 | 0 |" in viewer.report(found)
+
+
+def test_the_search(script: Script, tmp_path: Path) -> None:
+    found = script("search", WORLD=2, RESULTS=tmp_path / "search.md")
+    small = ("decoder.layers=1", "train.sequence=16", "train.global_batch=4", "train.precision=bf16")
+    found.LARGE = Request(config="quickstart", without=("compile", "ac", "tp", "cp", "pp", "ep"), set=small)
+    rows = found.scale()
+    assert [row.ok for row in rows] == [False, True, True]
+    found.RESULTS.write_text(found.record(rows))
+    found.LARGE = found.SMALL = Request(config="other", set=small)
+    errors = [found.Row("other, 2 ranks", "3.0%", "≤ 5 %", ok=True)]
+    for _ in range(2):
+        found.RESULTS.write_text(found.record(errors))
+    assert found.RESULTS.read_text().count("other, 2 ranks") == 1
+    assert "quickstart, 2 ranks: peak memory" in found.RESULTS.read_text()
