@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +40,7 @@ class Apart:
     """
 
     def __init__(self, part: nn.Module, peaks: Mapping[str, str]) -> None:
-        self.flops: Counter[str] = Counter()
+        self.flops: defaultdict[str, float] = defaultdict(float)
         self._inside: list[tuple[str, int]] = []
         for name, key in peaks.items():
             self._watch(part.get_submodule(name), key)

@@ -123,7 +123,7 @@ def _read(file: Path) -> Cluster:
 def _holes(data: Mapping[str, Any]) -> Iterator[str]:
     """Every key that a cluster needs and a file lacks."""
     links = data.get("links")
-    tables = [("", Cluster, {"links": (), **data})]
+    tables: list[tuple[str, type, Mapping[str, Any]]] = [("", Cluster, {"links": (), **data})]
     if isinstance(links, list) and all(isinstance(one, dict) for one in links):
         tables += [(f"links.{one.get('level', at)}.", Link, one) for at, one in enumerate(links)]
     for where, cls, table in tables:

@@ -118,15 +118,14 @@ class Forms(Laws):
         for axis, apart in (("tp" if c.etp == 1 else "etp", c.cp), ("cp", c.tp), ("ep", c.cp * c.tp // c.etp)):
             if c.sizes[axis] > 1:
                 times = c.micro_batch * c.accumulation / apart
-                for kind, axes, each, once in self._sent_by_tokens(kinds.others, axis, units, ends):
+                for kind, along, each, once in self._sent_by_tokens(kinds.others, axis, units, ends):
                     # once a step, ranks sum gradients of weights that all of them hold: not of experts that are spread
-                    calls, held = once if c.ep == 1 else (0.0, 0.0)
-                    calls, held = calls + c.accumulation * each.calls, held + times * each.held
-                    found.append(Sent(kind, axes, c.sizes[axes], calls, held))
+                    calls, size = once if c.ep == 1 else (0.0, 0.0)
+                    calls, size = calls + c.accumulation * each.calls, size + times * each.held
+                    found.append(Sent(kind, along, c.sizes[along], calls, size))
         if schedule is not None:
-            each = self.hidden * c.micro_batch / c.cp / c.tp
-            borders = max(schedule.crossings)
-            found.append(Sent("send", "pp", 2, borders * c.accumulation, borders * c.accumulation * each))
+            sends = max(schedule.crossings) * c.accumulation
+            found.append(Sent("send", "pp", 2, sends, sends * self.hidden * c.micro_batch / c.cp / c.tp))
         return found
 
     def _of_weights(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from forge_train.mesh.tensors import local
 
@@ -97,7 +97,7 @@ def _before_sharding(parameter: Tensor) -> list[int]:
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for at, (axis, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)):
-            if axis in LAYERS and placement.is_shard():
+            if axis in LAYERS and isinstance(placement, Shard):
                 shape[placement.dim] = -(-shape[placement.dim] // mesh.size(at))
     return shape
 
