@@ -40,6 +40,9 @@ def test_bad_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--search", "--cluster", "none.toml"], "no cluster file none.toml"),
         (["--search", "--cluster", "mine.toml"], "memory is missing"),
         (["--search", "--device", "h100", "--price", "2"], "--price needs --tokens"),
+        (["--search", "--device", "h100", "--tokens", "1e12", "--price", "two"], "'two' is not a valid float"),
+        (["--search", "--device", "h100", "--tokens", "1e12", "--price", "nan"], "--price must be a finite number"),
+        (["--search", "--device", "h100", "--tokens", "inf"], "--tokens must be a finite number"),
         (["--search", "--device", "h100", "--svg", "a.svg"], "--svg is of no use with --search"),
         (["--write", "a.toml"], "--write is of use with --search only"),
     ):

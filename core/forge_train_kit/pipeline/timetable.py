@@ -24,6 +24,8 @@ class Work(enum.Enum):
     WEIGHT_GRADIENT = "W"
     """The other half, which may wait."""
 
+    __hash__ = object.__hash__  # enum's own is Python code, and a timetable looks up thousands of actions
+
 
 _BACKWARD = (Work.BACKWARD, Work.INPUT_GRADIENT)
 

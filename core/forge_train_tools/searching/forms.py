@@ -149,10 +149,12 @@ class Forms(Laws):
     def _of_tokens(
         self, others: tuple[tuple[str, Choice], ...], axis: str, units: float, ends: float
     ) -> list[tuple[str, str, Counts, Counts]]:
-        """Collectives along an axis: kind, axis, those with each micro-batch of one sequence, and those once a step."""
-        own, base = Kinds(self.points.base.data, others), self.points.base
-        sizes = SENDING[axis]
-        each, one, two = self._point(own, sizes), self._point(base, sizes), self._point(base, sizes, accumulation=2)
+        """Collectives along an axis: kind, axis, those with each micro-batch of one sequence, and those once a step,
+        which matter where there are experts."""
+        each, one = self._point(Kinds(self.points.base.data, others), SENDING[axis]), Point({}, {})
+        two = one
+        if any(expert for entry in self.weights(1, 1, 1).entries for _, _, expert, _ in entry.shapes):
+            one, two = (self._point(self.points.base, SENDING[axis], accumulation=count) for count in (1, 2))
         along = ("tp", "etp") if axis == "etp" else (axis,)
         found = []
         for kind, axes in _keys(each):

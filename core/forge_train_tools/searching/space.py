@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 
+from forge_train.mesh.tensors import held_bytes
 from forge_train_kit.pipeline.parts import cost_of, part_of
 
 from ..configuration.request import Request
@@ -128,14 +129,13 @@ class Space:
         return replicas == 1 or self._keeps_replicas(data)
 
     def _find_replicas(self, data: Choice) -> bool:
-        whole = self.forms.weights(1, 1, 1).bytes
-        kinds = replace(self.points.base, data=data)
+        def held(data: Choice, **axes: int) -> int:
+            variant = self.points.variant(replace(self.points.base, data=data), axes)
+            with self.composer.composed(variant, axes) as short:
+                return held_bytes(short.parameters())
 
-        def held(axis: str) -> int:
-            with self.composer.composed(self.points.variant(kinds, {axis: 2}), {axis: 2}) as short:
-                return weights_of(short, self._entries, self.composer.unit_names, self.composer.pattern).bytes
-
-        return held("dp_shard") < 0.75 * whole <= held("dp_replicate")
+        whole = held(self.points.base.data)
+        return held(data, dp_shard=2) < 0.75 * whole <= held(data, dp_replicate=2)
 
     def _allowed(self, axis: str) -> list[int]:
         """Sizes of an axis that the model can have."""
