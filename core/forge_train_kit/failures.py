@@ -17,6 +17,8 @@ _LOST = re.compile(
     r"|failed to recv|failed to send|Connection was likely closed|Socket Timeout"
 )
 _TIMEOUT = re.compile(r"Timed out waiting|timeout|timed out", re.IGNORECASE)
+_TORCHS_OWN = re.compile(r"^\[\S+\]\s*|\. This is typically caused by.*", re.DOTALL)
+"""The place in gloo's source, and its advice."""
 _BLAMED = re.compile(r"in plugin '([^']+)'(?:[^,\n]*, hook (\w+))?")
 
 
@@ -32,8 +34,22 @@ def failure_of(error: BaseException, rank: int = 0) -> Failure:
     if not where.plugin and isinstance(error, PluginError) and (blamed := _BLAMED.search(str(error))):
         where = replace(where, plugin=blamed[1], hook=blamed[2] or "")
     phase = phase_of(error)
-    message = str(error) if isinstance(error, ForgeError) else describe(error)
+    message = in_words(error)
     return Failure(_type(error, phase, where.plugin), message, rank, phase, **asdict(where))
+
+
+def in_words(error: BaseException) -> str:
+    """Describe an error in a line; one of a collective by what it means for this rank, and by torch's words."""
+    if isinstance(error, ForgeError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    what = kind(error)
+    if what == "own" or not frames or "/torch/distributed/" not in frames[0].filename.replace("\\", "/"):
+        return describe(error)
+    said = _TORCHS_OWN.sub("", describe(error).partition(": ")[2])
+    began = "Another rank does not answer" if what == "timeout" else "The connection to another rank is lost"
+    why = "it hangs, or its machine or the network is gone" if what == "timeout" else "it has ended, or its machine has"
+    return f"{began}, in {frames[0].name}: {why} ({said})."
 
 
 def phase_of(error: BaseException) -> str:

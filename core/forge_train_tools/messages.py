@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
-from forge_train.base.errors import ForgeError, describe
+from forge_train.base.errors import ForgeError
 
 if TYPE_CHECKING:
     from forge_train.contract.events import Finished
@@ -233,7 +233,9 @@ def explain(error: BaseException, log: Path | None = None) -> str:
     """Format an error for the user: a mistake's message, or a failure with its notes, its location and its log."""
     if isinstance(error, ForgeError):
         return str(error)
-    lines = [describe(error), *(f"  {note}" for note in getattr(error, "__notes__", ()))]
+    from forge_train_kit.failures import in_words
+
+    lines = [in_words(error), *(f"  {note}" for note in getattr(error, "__notes__", ()))]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     if frames:
         lines.append(f"  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}")

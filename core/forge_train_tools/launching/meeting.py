@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -15,6 +17,9 @@ from forge_train.mesh.world import World
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+LONGEST_TRY = 5.0
+"""Seconds that one attempt to connect may take: packets may vanish without a word."""
 
 
 def meet(place: World, device: torch.device, timeout: timedelta) -> None:
@@ -30,6 +35,8 @@ def meet(place: World, device: torch.device, timeout: timedelta) -> None:
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not agent_has_store
     at = f"{place.address}:{place.port}"
+    if not serves:
+        _reach(place, timeout, at)
     try:
         store = dist.TCPStore(
             place.address, place.port, place.size, is_master=serves, timeout=timeout, wait_for_workers=False
@@ -47,6 +54,23 @@ def meet(place: World, device: torch.device, timeout: timedelta) -> None:
         raise CommunicationError(
             f"Rank {place.rank} can't join the other {place.size - 1} at {at}: {reason}"
         ) from error
+
+
+def _reach(place: World, timeout: timedelta, at: str) -> None:
+    """Wait until the store listens: torch's own waiting writes a page of C++ frames at each try."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 0.1)
+            socket.create_connection((place.address, place.port), timeout=min(left, LONGEST_TRY)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"Rank {place.rank} on {socket.gethostname()} can't reach {at} within {timeout.total_seconds():g} s: "
+                    f"{error.strerror or error}. Look whether rank 0 was started there, and at the network between both."
+                ) from error
+        time.sleep(random.uniform(0.05, 0.5))  # ten thousand ranks do not knock at once
 
 
 def _await_all(place: World, store: dist.Store, timeout: timedelta, at: str) -> None:

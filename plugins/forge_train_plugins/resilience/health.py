@@ -11,6 +11,8 @@ from forge_train import ForgeError, Ge, Gt, Job, Plugin, StepResult, Volatile, h
 from forge_train.contract.protocols import Span, SpanName
 
 if TYPE_CHECKING:
+    from forge_train_tools.links import Links
+
     from ._health import Share
 
 log = logging.getLogger("forge_train")
@@ -21,8 +23,8 @@ class Health(Plugin):
 
     Each rank computes a matrix product and an all-reduce with known answers. If a rank gets one of them wrong, the run
     ends with an error that names it, before it can spoil a checkpoint. A slow rank, a rank that the others wait for
-    during steps (by the time that each spends in collectives), a nearly full disk, clocks that
-    differ, and problems that NVML reports for a CUDA device (uncorrected memory errors, throttling; with `nvidia-ml-py`
+    during steps (by the time that each spends in collectives), a slow link between two machines, a nearly full disk,
+    clocks that differ, and problems that NVML reports for a CUDA device (uncorrected memory errors, throttling; with `nvidia-ml-py`
     installed) are warnings. `forge doctor --nproc N` runs the same checks without a run.
     """
 
@@ -38,6 +40,9 @@ class Health(Plugin):
         waited: Annotated[float, Gt(0), Volatile()] = 0.2
         """The others wait for a rank if it works in a larger part of the step than they do, by more than this. A rank
         works where it is not in a collective, by its device's clock if that is a CUDA device."""
+        link: Annotated[float, Gt(1), Volatile()] = 3.0
+        """A link between two machines is slow if it takes this many times the median of all links for the same bytes,
+        now or in an earlier check of this run."""
 
     config: Config
 
@@ -45,6 +50,7 @@ class Health(Plugin):
         super().__init__(config)
         self._job: Job | None = None
         self._share: Share | None = None
+        self._links: Links | None = None
 
     @hookimpl
     def on_start(self, job: Job) -> None:
@@ -74,8 +80,11 @@ class Health(Plugin):
 
     def _check(self, job: Job, step: int) -> None:
         from forge_train_tools.health import look
+        from forge_train_tools.links import Links
 
         found = look(job.dist, Path(job.run.dir), self.config.slow)
+        self._links = self._links or Links(self.config.link)
+        found += self._links.look(job.dist)
         if self._share:
             from ._health import compare
 
