@@ -1,8 +1,8 @@
-"""Several machines on this one: each has a network, a host name, a disk and a clock of its own, and a cable to a switch.
+"""Several machines on this one: each has a network, a host name, a disk and a clock of its own; a switch joins them.
 
 A machine is a process in new namespaces of network, mounts and host names (see unshare(1)), and so is the switch, in
-which there is a bridge. Nothing of it is in the network of this machine, so nothing is left there: a namespace ends with
-its last process, and these end with the test, whose end of a pipe they read.
+which there is a bridge. Nothing of it is in the network of this machine, so nothing is left there: a namespace ends
+with its last process, and these end with the test, whose end of a pipe they read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def missing() -> str:
     """What this machine lacks to be several; empty if nothing."""
     if lacking := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"no {', '.join(lacking)} here"
-    made = "ip link add name a-b type bridge && ip link add name a-c type veth peer name a-d && mount -t tmpfs none /mnt"
+    made = (
+        "ip link add name a-b type bridge && ip link add name a-c type veth peer name a-d && mount -t tmpfs none /mnt"
+    )
     tried = subprocess.run(["unshare", "-n", "-u", "-m", "sh", "-c", made], capture_output=True, text=True, check=False)
     return tried.stderr.strip().partition("\n")[0] if tried.returncode else ""
 
@@ -81,9 +83,8 @@ class Node(Namespaces):
         """Seconds by which its clock is fast."""
         self._switch, self._port = switch, f"port-{number}"
         self._processes: list[subprocess.Popen[Any]] = []
-        switch.does(
-            f"ip link add name {self._port} type veth peer name eth0 netns {self.pid}; ip link set {self._port} up master bridge0"
-        )
+        switch.does(f"ip link add name {self._port} type veth peer name eth0 netns {self.pid}")
+        switch.does(f"ip link set {self._port} up master bridge0")
         self.does(f"ip address add {self.address}/24 dev eth0; ip link set eth0 up; ip link set lo up")
 
     def sees(self, path: Path) -> Path:

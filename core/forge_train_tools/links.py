@@ -53,7 +53,9 @@ class Links:
             if taken > self._slow * self._usual:
                 where = f"{hosts[sender]} to {hosts[receiver]} (rank {sender} to {receiver})"
                 rate, times = SENT / taken / 1e6, taken / self._usual
-                yield Finding("link", "warn", f"{where}: {rate:.1f} MB/s, {times:.1f} × slower than the median of {than}")
+                yield Finding(
+                    "link", "warn", f"{where}: {rate:.1f} MB/s, {times:.1f} × slower than the median of {than}"
+                )
         rates = [SENT / taken / 1e6 for taken in seconds.values()]
         yield Finding("link", "ok", f"{min(rates):.1f} to {max(rates):.1f} MB/s on {len(rates)} links between machines")
 
@@ -88,4 +90,3 @@ def timed(dist: DistributedContext, edge: Edge | None) -> float:
             work.wait()
         seconds = elapsed()
     return seconds
-

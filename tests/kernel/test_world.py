@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from forge_train import ConfigError, ForgeError
+from forge_train import CommunicationError, ConfigError, ForgeError
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Layout
 from forge_train.mesh.world import World
+from forge_train_kit.failures import failure_of, in_words
 from forge_train_kit.ranks import coordinates
 from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult, check_alone
 from forge_train_tools.launching.launched import kind
 from forge_train_tools.launching.meeting import meet
 from forge_train_tools.launching.world import first_host, here, translated
+from forge_train_tools.messages import explain
 from forge_train_tools.planning.topology import Topology
 
 pytestmark = pytest.mark.unit
@@ -214,3 +219,50 @@ def test_errors_that_only_follow_from_another_rank() -> None:
     assert kind(RuntimeError("Timed out waiting 5000ms for recv operation to complete")) == "timeout"
     assert kind(RuntimeError("shape mismatch")) == "own"
     assert kind(ConfigError("a timeout that is too short")) == "own"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "[/pytorch/gloo/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete",
+            (
+                "Another rank does not answer, in all_reduce: it hangs, or its machine or the network is gone "
+                "(Timed out waiting 6000ms for recv operation to complete)."
+            ),
+        ),
+        (
+            "[/x/pair.cc:537] Read error [10.0.0.1]:4: Connection reset by peer. This is typically caused by a remote",
+            (
+                "The connection to another rank is lost, in all_reduce: it has ended, or its machine has "
+                "(Read error [10.0.0.1]:4: Connection reset by peer)."
+            ),
+        ),
+        ("a tensor of 3 elements", "RuntimeError: a tensor of 3 elements"),
+    ],
+)
+def test_errors_of_collectives_in_words(said: str, words: str) -> None:
+    """Where torch raised them; the same text from elsewhere is left as it is."""
+    code = compile("def all_reduce(text): raise RuntimeError(text)", "/site-packages/torch/distributed/c10d.py", "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    with pytest.raises(RuntimeError) as torchs:
+        names["all_reduce"](said)
+    assert in_words(torchs.value) == failure_of(torchs.value).message == words
+    assert explain(torchs.value).splitlines()[0] == words
+    assert in_words(RuntimeError("Timed out waiting")) == "RuntimeError: Timed out waiting"
+
+
+def test_nobody_listens(capfd: pytest.CaptureFixture[str]) -> None:
+    """One sentence; torch's store, which writes its C++ frames, is not asked."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = World(rank=1, size=2, address="127.0.0.1", port=port)
+    with pytest.raises(CommunicationError) as said:
+        meet(place, torch.device("cpu"), timedelta(seconds=0.1))
+    assert str(said.value) == (
+        f"Rank 1 on {socket.gethostname()} can't reach 127.0.0.1:{port} within 0.1 s: Connection refused. "
+        "Look whether rank 0 was started there, and at the network between both."
+    )
+    assert capfd.readouterr().err == ""

@@ -18,6 +18,7 @@ from forge_train.mesh.layout import Layout
 from forge_train_plugins.resilience import _health as stragglers
 from forge_train_tools import health
 from forge_train_tools.health import Measured, compare, device_complaints, disk, known_product
+from forge_train_tools.links import SENT, Links, ring
 from forge_train_tools.stacks import dump_collectives
 from forge_train_tools.testing import Pool
 
@@ -62,6 +63,36 @@ def test_a_rank_that_differs_is_named() -> None:
     assert "speed" not in {name for name, _, _ in found(rank(), rank(), rank(product_seconds=0.014))}
     assert ("clock", "warn", "7.0 s between a and b") in found(rank(), rank(host="b", clock=107.0))
     assert ("device", "warn", "rank 0 (cpu on a): hot") in found(rank(complaints=("hot",)))
+
+
+def test_links_go_around_the_machines() -> None:
+    """Between ranks of the same place on both; a rank has one at a time."""
+    assert ring(["a", "a"]) == []
+    assert ring(["a", "b"]) == [[(0, 1)], [(1, 0)]]
+    assert ring(["a", "a", "b", "b"]) == [[(0, 2), (1, 3)], [(2, 0), (3, 1)]]
+    assert ring(["a", "b", "c"]) == [[(0, 1)], [(1, 2)], [(2, 0)]]
+    assert ring(["a", "a", "b"]) == [[(0, 2)], [(2, 0)]]
+    for machines in range(2, 9):
+        rounds = ring([str(at) for at in range(machines)])
+        assert sum(map(len, rounds)) == machines
+        assert all(len({rank for edge in edges for rank in edge}) == 2 * len(edges) for edges in rounds)
+
+
+def test_a_slow_link_is_named() -> None:
+    """Among several by the others, and where all are slow by what they were."""
+
+    def warned(links: Links, seconds: dict[tuple[int, int], float]) -> list[str]:
+        return [one.text for one in links.compare("abc", seconds) if one.status == "warn"]
+
+    second = SENT / 1e6
+    links = Links(3.0)
+    assert warned(links, {(0, 1): second, (1, 2): 2.9 * second, (2, 0): second}) == []
+    said = "b to c (rank 1 to 2): 0.2 MB/s, 4.0 × slower than the median of all links"
+    assert warned(links, {(0, 1): second, (1, 2): 4 * second, (2, 0): second}) == [said]
+    slow = warned(links, {(0, 1): 10 * second, (1, 2): 20 * second, (2, 0): second})
+    assert [text.partition(" (")[0] for text in slow] == ["a to b", "b to c"]
+    assert slow[0].endswith("0.1 MB/s, 10.0 × slower than the median of all links in an earlier check")
+    assert list(links.compare("aaa", {})) == []
 
 
 def test_what_nvml_says() -> None:

@@ -67,8 +67,9 @@ def _reach(place: World, timeout: timedelta, at: str) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise CommunicationError(
-                    f"Rank {place.rank} on {socket.gethostname()} can't reach {at} within {timeout.total_seconds():g} s: "
-                    f"{error.strerror or error}. Look whether rank 0 was started there, and at the network between both."
+                    f"Rank {place.rank} on {socket.gethostname()} can't reach {at} within "
+                    f"{timeout.total_seconds():g} s: {error.strerror or error}. Look whether rank 0 was started there, "
+                    "and at the network between both."
                 ) from error
         time.sleep(random.uniform(0.05, 0.5))  # ten thousand ranks do not knock at once
 

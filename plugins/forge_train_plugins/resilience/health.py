@@ -24,8 +24,8 @@ class Health(Plugin):
     Each rank computes a matrix product and an all-reduce with known answers. If a rank gets one of them wrong, the run
     ends with an error that names it, before it can spoil a checkpoint. A slow rank, a rank that the others wait for
     during steps (by the time that each spends in collectives), a slow link between two machines, a nearly full disk,
-    clocks that differ, and problems that NVML reports for a CUDA device (uncorrected memory errors, throttling; with `nvidia-ml-py`
-    installed) are warnings. `forge doctor --nproc N` runs the same checks without a run.
+    clocks that differ, and problems that NVML reports for a CUDA device (uncorrected memory errors, throttling; with
+    `nvidia-ml-py` installed) are warnings. `forge doctor --nproc N` runs the same checks on one machine, without a run.
     """
 
     api = (1, 0)
