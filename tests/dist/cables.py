@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
+import time
+from pathlib import Path
 from typing import Annotated, Any
 
-from forge_train import Ge, Plugin, Volatile, hookimpl, section
+from forge_train import Batch, BatchPhase, Ge, Plugin, PrepareBatch, Volatile, hookimpl, section
 
 
 class Cable(Plugin):
@@ -27,3 +31,51 @@ class Cable(Plugin):
         if update.step == self.config.at and place == (self.config.rank, self.config.world):
             more = {"LAUNCHER": str(os.getppid())}
             subprocess.run(["sh", "-ec", self.config.does], env={**os.environ, **more}, check=True)
+
+
+class Rows(Plugin):
+    """Writes down which rows each rank trains on, step by step."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def prepare_batch(self, job: Any) -> Any:
+        self.job, self.rows = job, list[str]()
+
+        def note(batch: Batch) -> Batch:
+            self.rows += [hashlib.sha256(bytes(row.numpy())).hexdigest()[:16] for row in batch.inputs]
+            return batch
+
+        return PrepareBatch(BatchPhase.SLICE, note)
+
+    @hookimpl
+    def on_start(self, job: Any) -> None:
+        self.attempt = job.dist.on_main(time.monotonic)
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        line = {"attempt": self.attempt, "step": step.step, "rows": self.rows}
+        with (Path(self.job.run.dir) / f"rows-{self.job.dist.rank}.jsonl").open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+        self.rows = []
+
+
+class Until(Plugin):
+    """A rank that is alone tells so in a pipe at step 9, and waits there to be asked to stop."""
+
+    api = (1, 0)
+
+    @section
+    class Config:
+        told: Annotated[str, Volatile()] = ""
+
+    @hookimpl
+    def on_start(self, job: Any) -> None:
+        self.job, self.asked = job, False
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        if step.step == 9 and self.job.dist.world == 1 and self.config.told:
+            Path(self.config.told).write_text("alone", encoding="utf-8")
+            while not self.job.control._asked.stop:
+                time.sleep(0.05)
