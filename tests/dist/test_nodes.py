@@ -37,7 +37,7 @@ class Two:
 
     def train(self, name: str, *more: object) -> list[forge_cli.Ended]:
         """Have one rank on each train; how they ended."""
-        command = ("forge_train_cli", "train", self.folder / "toy.toml", "--name", name, "--without", "fsdp2", *more)
+        command = ("forge_train_cli", "train", self.folder / "toy.toml", "--name", name, *more)
         started = [
             machine.start(*command, preloaded=True, cwd=self.folder, env=environment(rank, len(self.machines)))
             for rank, machine in enumerate(self.machines)
@@ -68,7 +68,7 @@ def events(run: Path, name: str) -> list[Mapping[str, Any]]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("two")
-    toys.write_config(folder, "layouts:Replicas", "cables:Cable", "health", **VALUES, **{"health.every": 4})
+    toys.write_config(folder, "fsdp2", "cables:Cable", "health", **VALUES, **{"health.every": 4, "health.link": 10.0})
     with nodes.machines(2, folder) as machines:
         yield Two(machines, folder)
 
@@ -77,7 +77,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 def undisturbed(two: Two) -> Path:
     """A run on both; the clock of the second is an hour fast, and its cable becomes slow before the check at step 4."""
     two.machines[1].clock = HOUR
-    ends = two.train("undisturbed", "-s", f"cable.does={NARROW}", "-s", "cable.at=3")
+    ends = two.train("undisturbed", "-s", f"cable.does={NARROW}", "-s", "cable.at=3", "-s", "run.timeout=60")
     two.machines[1].does("tc qdisc del dev eth0 root")
     two.machines[1].clock = 0.0
     assert [one.code for one in ends] == [0, 0], ends
@@ -99,15 +99,15 @@ def test_two_machines_train_as_one_process_does(undisturbed: Path, tmp_path: Pat
 
 @needs_machines
 def test_a_slow_link_and_clocks_apart_are_named(undisturbed: Path) -> None:
-    """The link only in the direction in which it is slow, once it is."""
+    """The link in the direction in which it is slow, once it is."""
     told = [(one["step"], one["kind"], one["reason"]) for one in events(undisturbed, "anomaly")]
     assert [(step, reason) for step, kind, reason in told if kind == "clock"] == [
         (step, "3600.0 s between node-0 and node-1") for step in (0, 4)
     ]
-    ((step, slow),) = [(step, reason) for step, kind, reason in told if kind == "link"]
-    assert step == 4
-    said = r"node-1 to node-0 \(rank 1 to 0\): \d\.\d MB/s, [\d.]+ × slower than the median of all links"
-    assert re.match(said, slow), slow
+    said = re.compile(r"(.+) \(rank \d to \d\): ([\d.]+) MB/s, [\d.]+ × slower than the median of all links")
+    slow = [found for step, kind, reason in told if (step, kind) == (4, "link") and (found := said.match(reason))]
+    assert min(slow, key=lambda one: float(one[2]))[1] == "node-1 to node-0", told
+    assert min(float(one[2]) for one in slow) < 2.6, "20 megabits in a second are 2.5 megabytes"
     times = [one["time"] for one in records.read(undisturbed / "events.jsonl")]
     assert times == sorted(times), "all by the clock of rank 0"
 
@@ -141,3 +141,15 @@ def test_machines_without_a_shared_disk(two: Two) -> None:
             forge_cli.one_message(one, 2),
         )
     assert [list(machine.sees(machine.disk).iterdir()) for machine in two.machines] == [[], []]
+
+
+@needs_machines
+def test_a_run_folder_that_is_shared_and_checkpoints_that_are_not(two: Two) -> None:
+    """Told before the first step, and not when half of the first checkpoint is on each disk."""
+    checkpoints = two.folder / "runs" / "apart" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    two.machines[1].does(f"mount -t tmpfs none '{checkpoints}'")
+    for one in two.train("apart"):
+        said = forge_cli.one_message(one, 2)
+        assert said.startswith("runs/apart/checkpoints: rank 1 on node-1 does not see what rank 0 on node-0 has there")
+    assert [list(machine.sees(checkpoints).iterdir()) for machine in two.machines] == [[], []]

@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -83,15 +83,18 @@ def check_shared(start: Start, dist: DistributedContext, lock: Path | None) -> N
     """
     if dist.world == 1:
         return
-    file, text = dist.on_main(lambda: (lock, lock.read_text(encoding="utf-8") if lock else ""))
-    if file is None:
+    marks, text = dist.on_main(lambda: _mark(start.dir, lock))
+    if not marks:
         return
     deadline = time.monotonic() + VISIBLE_WITHIN
-    while not (same := file.is_file() and file.read_text(encoding="utf-8") == text) and time.monotonic() < deadline:
+    while (unseen := [file.parent for file in marks if _read(file) != text]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    needed = {start.dir: same, start.checkpoint: start.checkpoint is None or start.checkpoint.is_dir()}
-    missing = next((path for path, seen in needed.items() if not seen), None)
+    if start.checkpoint is not None and not start.checkpoint.is_dir():
+        unseen.append(start.checkpoint)
+    missing = next(iter(unseen), None)
     everybody = dist.gather_objects((missing, socket.gethostname()))
+    for mark in marks[1:] if dist.main else ():
+        mark.unlink(missing_ok=True)
     if blind := [rank for rank, (path, _) in enumerate(everybody) if path]:
         path, host = everybody[blind[0]]
         raise ConfigError(
@@ -99,6 +102,24 @@ def check_shared(start: Start, dist: DistributedContext, lock: Path | None) -> N
             f"({len(blind)} of {dist.world} ranks do not). All nodes must share the file system of the run folder; "
             "a relative path begins where each process was started."
         )
+
+
+def _mark(folder: Path, lock: Path | None) -> tuple[list[Path], str]:
+    """Files that every process must see, and their text: the lock, and its copy where checkpoints lie, which may be on
+    another disk. None without a lock."""
+    if lock is None:
+        return [], ""
+    text, checkpoints = lock.read_text(encoding="utf-8"), folder / "checkpoints"
+    copies = [checkpoints / ".seen.partial"] if checkpoints.is_dir() else []
+    for copy in copies:
+        copy.write_text(text, encoding="utf-8")
+    return [lock, *copies], text
+
+
+def _read(file: Path) -> str:
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8")
+    return ""
 
 
 def run_id(config: Config, notable: tuple[str, ...]) -> str:

@@ -75,19 +75,19 @@ def train_several(
     def last_step() -> int:
         return max((line["step"] for line in records.read(metrics, strict=False)), default=0)
 
-    began = time.time()
+    began, described = time.time(), _described(start.dir)
 
     def on_restart(restart: Restart) -> None:
-        nonlocal began
-        _record(Run(start.dir, start.check_lock), restart.first, last_step(), began, restart)
-        began = time.time()
+        nonlocal began, described
+        _record(Run(start.dir, start.check_lock), restart.first, last_step(), began, described, restart)
+        began, described = time.time(), _described(start.dir)
         _restore_screen()
         log.warning(restart.why)
 
     try:
         ended = launch(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
         if not ended.signal and not ended.first.well:
-            _record(Run(start.dir, start.check_lock), ended.first, last_step(), began)
+            _record(Run(start.dir, start.check_lock), ended.first, last_step(), began, described)
         if ended.code == ConfigError.code and start.new and not is_kept(start.dir):
             shutil.rmtree(start.dir, ignore_errors=True)
     except OSError as error:
@@ -125,13 +125,20 @@ def smaller_layouts(request: Request, nproc: int, least: int) -> dict[int, Layou
     return found
 
 
-def _record(run: Run, first: WorkerResult, step: int, since: float, restart: Restart | None = None) -> None:
+def _described(run: Path) -> int:
+    """When the configuration was last written, by the clock of the file system; 0 where it was not."""
+    file = run / "config.toml"
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def _record(
+    run: Run, first: WorkerResult, step: int, since: float, described: int, restart: Restart | None = None
+) -> None:
     """Record how the first failing rank failed, and whether all start again, unless the run was refused before it took
     a step: it is then described as before."""
     if not is_run(run.dir):
         return
-    described = (run.dir / "config.toml").stat().st_mtime
-    if first.code == ConfigError.code and (not is_kept(run.dir) or described < since):
+    if first.code == ConfigError.code and (not is_kept(run.dir) or _described(run.dir) == described):
         return
     try:
         run.fail_again(first.as_failure(), first.code, step, since=since)
