@@ -112,9 +112,20 @@ class Node(Namespaces):
         self._switch.does(f"tc qdisc add dev {self._port} {rate}")
         self.does(f"tc qdisc add dev eth0 {rate}")
 
-    def delay(self, milliseconds: float, loss: float = 0.0) -> None:
-        """Let its cable take so long, and lose such a part of all packets."""
-        self._switch.does(f"tc qdisc add dev {self._port} root netem delay {milliseconds}ms loss {100 * loss}%")
+    def worsen(self, seconds: float, loss: float) -> None:
+        """Let its cable take so long for each packet, and lose such a part of them."""
+        far = f"{self._port}-far"
+        self._switch.does(f"ip link set {self._port} nomaster; ip link add name {far} type veth peer name {far}-end")
+        self._switch.does(f"ip link set {far} up; ip link set {far}-end up master bridge0")
+        command = [sys.executable, str(Path(__file__).with_name("bad_cable.py"))]
+        passing = self._switch.entering(*command, self._port, far, seconds, loss)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._processes.append(subprocess.Popen(passing, **pipes))
+        assert self._processes[-1].stdout.readline() == "passes on\n"
+
+    def sends_whole_packets(self) -> None:
+        """See `bad_cable`; for every machine, before any cable is worsened."""
+        subprocess.run(self.entering(sys.executable, Path(__file__).with_name("bad_cable.py"), "eth0"), check=True)
 
     def lose(self, *, silently: bool = True) -> None:
         """End all that runs on it at once. The others hear nothing of it if the machine is gone, too."""

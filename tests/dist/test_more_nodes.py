@@ -19,7 +19,7 @@ import forge_cli
 import nodes
 import toys
 from forge_train.run.records import read
-from test_nodes import DIST, events, needs_machines, numbers
+from test_nodes import DIST, Two, events, needs_machines, numbers
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.extended, needs_machines]
 STEPS = 12
@@ -171,3 +171,13 @@ def test_launched_by_ssh(folder: Path, machines: int, nproc: int) -> None:
     agrees(run, alone(folder))
     log = (run / "log" / "rank-0.log").read_text(encoding="utf-8")
     assert f" on {machines * nproc} links between machines" in log
+
+
+def test_a_cable_that_takes_long_and_loses_packets(folder: Path, two: Sequence[nodes.Node]) -> None:
+    """Slower, and no number differs."""
+    for node in two:
+        node.sends_whole_packets()
+    two[1].worsen(0.01, loss=0.02)
+    ends = Two(two, folder).train("run", "--without", "fsdp2,tensorboard")
+    assert [one.code for one in ends] == [0, 0], ends
+    agrees(folder / "runs" / "run", alone(folder))
