@@ -14,15 +14,42 @@ from forge_train_tools.configuration.request import Request
 from forge_train_tools.messages import waiting
 
 from . import screen
+from .lazy import LazyGroup
 from .options import json_option, run_options
 
 if TYPE_CHECKING:
     from forge_train_tools.bench import Measured
 
+DEFAULT = "training"
 COMMANDS = (("--version",), ("--help",), ("plugins", "list"))
 
 
-@click.command(short_help="Measure this machine.")
+class Benches(LazyGroup):
+    """Measures training if no other command is named."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = args and (args[0] in self.table or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named else [DEFAULT, *args])
+
+
+@click.group(
+    cls=Benches,
+    table={
+        DEFAULT: (".bench:training", "Measure training; the default, which need not be named."),
+        "collectives": (".bench_collectives:collectives", "Measure collectives and products; write a cluster file."),
+    },
+    short_help="Measure this machine.",
+)
+def bench() -> None:
+    """Measure this machine. `forge bench CONFIG` measures training.
+
+    \b
+    forge bench llama3-1b
+    forge bench collectives --nproc 4 --out here.toml
+    """
+
+
+@click.command(short_help="Measure training.")
 @run_options()
 @click.option(
     "--turns",
@@ -33,7 +60,7 @@ COMMANDS = (("--version",), ("--help",), ("plugins", "list"))
     help="How many times to run five steps of forge's loop and of the hand-written one.",
 )
 @json_option
-def bench(request: Request, turns: int, as_json: bool) -> None:
+def training(request: Request, turns: int, as_json: bool) -> None:
     """Train CONFIG for a few steps, and measure throughput, the overhead of forge's loop over a hand-written one, data,
     checkpoints and start-up. Nothing is left behind."""
     with waiting("measuring"):

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 @run_options()
 @click.option("--world", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
 @click.option("--nodes", type=click.IntRange(min=1), metavar="K", help="Number of nodes; by default, 8 ranks on each.")
-@click.option("--device", metavar="NAME", help=f"Estimate speed on a device: {', '.join(DEVICES)}.")
+@click.option(
+    "--device", metavar="NAME|FILE", help=f"Estimate speed on a device: {', '.join(DEVICES)}, or a cluster file."
+)
 @search.options
 @click.option("--schedules", is_flag=True, help="Compare the schedules that a pipeline could follow.")
 @click.option("--svg", metavar="FILE", callback=screen.picture, help="Draw a pipeline's timeline to a file.")

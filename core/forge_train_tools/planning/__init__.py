@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_train.base.errors import ConfigError, nearest
+from forge_train.base.errors import ConfigError
 from forge_train.mesh.layout import Layout
 from forge_train.mesh.world import World
 from forge_train.registry.setup import Setup
 
 from . import advice, meshes
+from .clusters import cluster
 from .optimizer import ParameterSet, total_sets
 from .pipeline import Pipeline, pipeline
 from .roofline import DEVICES, Device, Roofline, roofline
@@ -107,7 +108,8 @@ def plan(
         setup: a checked configuration and its plugins.
         world: the number of ranks.
         nodes: over how many nodes they are spread; 0 for as many as nodes of `PER_NODE` ranks make.
-        device: a name in `DEVICES`, for the roofline; without one, memory is that of the run's own device.
+        device: a name in `DEVICES` or a cluster file, for the roofline; without one, memory is that of the run's own
+            device.
         on_cuda: whether memory is that of CUDA's kernels, whatever the run's own device is; a `device` implies it.
         schedules: whether to compare what else a pipeline could follow.
         folder: what plugins are told the run folder is; nothing is written there.
@@ -183,11 +185,7 @@ def plan(
 
 
 def _sheet(device: str | None) -> Device | None:
-    if device is None:
-        return None
-    if device.lower() not in DEVICES:
-        raise ConfigError(f"There is no data sheet of a device {device!r}.{nearest(device, DEVICES)}")
-    return DEVICES[device.lower()]
+    return None if device is None else Device.of(cluster(device))
 
 
 def _in_order(looks: Sequence[Look]) -> list[Look]:

@@ -15,6 +15,29 @@ from forge_train.base.errors import ConfigError, describe, nearest
 FOLDER = Path(__file__).parent / "clusters"
 
 
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+"""Kinds of collectives that may have rates of their own."""
+
+
+def steps(kind: str, ranks: int) -> int:
+    """Steps of a ring, each of which takes the latency."""
+    return 1 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks - 1)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Speed of a link."""
+
+    bandwidth: float
+    """Bytes/s of one device, in one direction."""
+    latency: float
+    """Seconds of one step of a collective."""
+
+    def seconds(self, sent: float, steps: float) -> float:
+        """The time in which a rank sends so many bytes in so many steps."""
+        return sent / self.bandwidth + steps * self.latency
+
+
 @dataclass(frozen=True)
 class Link:
     """A level of the network. Ranks that lie in one block of `ranks` neighbours reach each other over it."""
@@ -26,6 +49,20 @@ class Link:
     """Seconds of one step of a collective."""
     ranks: int = 0
     """Ranks of a block; 0 for all of them, at the last level."""
+    measured: Mapping[str, Rate] = field(default_factory=dict)
+    """Kind of collective → its own rate, where `forge bench collectives` measured it."""
+
+    def seconds(self, kind: str, sent: float, ranks: int, calls: float) -> float:
+        """The time of some collectives of one kind.
+
+        Args:
+            kind: one of `planning.communication`.
+            sent: bytes that a rank sends in all of them.
+            ranks: of a group.
+            calls: how many they are.
+        """
+        rate = self.measured.get(kind) or Rate(self.bandwidth, self.latency)
+        return rate.seconds(sent, calls * steps(kind, ranks))
 
 
 @dataclass(frozen=True)
@@ -102,7 +139,7 @@ def _read(file: Path) -> Cluster:
     links = data.pop("links", None)
     if not isinstance(links, list) or not links or not all(isinstance(one, dict) for one in links):
         raise ConfigError(f"{file}: a cluster needs one [[links]] or more, the fastest level first.")
-    made = [_fields(Link, one, f"{file}: links.{one.get('level', at)}") for at, one in enumerate(links)]
+    made = [_link(one, f"{file}: links.{one.get('level', at)}") for at, one in enumerate(links)]
     for at, link in enumerate(made):
         last = at == len(made) - 1
         if bool(link.ranks) == last:
@@ -135,6 +172,18 @@ def _holes(data: Mapping[str, Any]) -> Iterator[str]:
 def _needed(cls: type) -> list[str]:
     fields = dataclasses.fields(cls)
     return [one.name for one in fields if one.default is one.default_factory is dataclasses.MISSING]
+
+
+def _link(given: Mapping[str, Any], where: str) -> Link:
+    link: Link = _fields(Link, given, where)
+    rates = {}
+    for kind, rate in link.measured.items():
+        if kind not in KINDS:
+            raise ConfigError(f"{where}: there is no collective {kind!r}.{nearest(kind, KINDS)}")
+        if not isinstance(rate, dict):
+            raise ConfigError(f"{where}: measured.{kind} must be a table, found {rate!r}.")
+        rates[kind] = _fields(Rate, rate, f"{where}.measured.{kind}")
+    return dataclasses.replace(link, measured=rates)
 
 
 def _fields(cls: type, given: Mapping[str, Any], where: str) -> Any:
