@@ -1,0 +1,112 @@
+"""Rehearsals: what `forge plan` says of a configuration, reduced to the numbers that a forecast of its time needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from published import Row
+
+from forge_train.base.errors import ForgeError
+from forge_train.base.strict_json import dumps
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
+from forge_train_tools.planning import plan
+from forge_train_tools.planning.clusters import cluster
+
+FILE = Path(__file__).parent / "published" / "planned.json"
+"""Numbers of plans by the key of their rows."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Numbers of a plan. Times are in seconds of a step of the busiest rank, by the data sheets."""
+
+    compute: float
+    """In products and attention, at the peak."""
+    narrow: float
+    """Share of them in products of layers, which 8 bits make faster."""
+    memory: float
+    """In products and the optimizer that wait for memory."""
+    between: float
+    """In kernels between them, where each reads and writes for itself."""
+    blocking: float
+    """In collectives along tp, cp and ep and messages between stages, which layers wait for."""
+    hidden: float
+    """In collectives of data parallelism, which may hide behind compute."""
+    stretch: float
+    """By what a pipeline makes a step longer."""
+    peak: int
+    """Bytes."""
+    flops_per_token: float
+    error: str = ""
+
+
+def rehearse(request: Request, *, world: int, nodes: int, device: str) -> Planned:
+    """Plan a configuration on a device or on the cluster of a file.
+
+    Raises:
+        ForgeError: if it is refused.
+    """
+    setup = resolve(request, world=world, data=False, measured=False)
+    made = plan(setup, world=world, nodes=nodes, device=device)
+    if made.roofline is None or made.memory.peak is None:
+        return replace(EMPTY, error="; ".join(made.memory.notes) or "nothing was rehearsed")
+    links = cluster(device).links
+    blocking = hidden = 0.0
+    for one in made.communication:
+        seconds = links[-1 if one.crosses_nodes else 0].seconds(one.kind, one.bytes, one.ranks, one.count)
+        if one.axis.startswith("dp_") and one.kind != "all_to_all":
+            hidden += seconds
+        else:
+            blocking += seconds
+    flops, decoder = made.flops_per_token or 0.0, setup.config.sections["decoder"]
+    wide = 6.0 * decoder.heads * (decoder.head_dim or decoder.dim // decoder.heads) * decoder.layers
+    wide = wide * setup.config.train.sequence + 6.0 * decoder.dim * decoder.vocabulary
+    return Planned(
+        made.roofline.compute, max(1 - wide / flops, 0.0), made.roofline.memory, made.roofline.fusible, blocking,
+        hidden, made.pipeline.timeline.stretch if made.pipeline else 1.0, made.memory.peak, flops,
+    )  # fmt: skip
+
+
+def planned(row: Row) -> Planned:
+    """Plan a published row. One that is refused has the reason in `error`."""
+    logging.disable(logging.WARNING)
+    try:
+        return rehearse(row.request, world=row.devices, nodes=row.devices // row.node, device=row.device)
+    except ForgeError as error:
+        return replace(EMPTY, error=str(error).split("\n")[0])
+
+
+def everything(rows: Sequence[Row], processes: int, file: Path = FILE) -> dict[str, Planned]:
+    """Plan all rows that can be, those once that differ in nothing that a plan sees; name → numbers.
+
+    Args:
+        rows: published ones.
+        processes: that plan at once.
+        file: where numbers are kept, so that a second call plans only what is new.
+    """
+    known = kept(file)
+    wanted = {row.key: row for row in reversed(rows) if not row.missing and row.key not in known}
+    with ProcessPoolExecutor(processes) as pool:
+        for done in as_completed({pool.submit(_keyed, row) for row in wanted.values()}):
+            key, numbers = done.result()
+            known[key] = numbers
+            file.write_text(dumps({one: asdict(two) for one, two in sorted(known.items())}, indent=1), encoding="utf-8")
+    return {row.name: known[row.key] for row in rows if row.key in known}
+
+
+def kept(file: Path = FILE) -> dict[str, Planned]:
+    """Numbers that were kept; key of a row → numbers."""
+    return {key: Planned(**one) for key, one in json.loads(file.read_text("utf-8")).items()} if file.exists() else {}
+
+
+def _keyed(row: Row) -> tuple[str, Planned]:
+    return row.key, planned(row)
+
+
+EMPTY = Planned(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0, 0.0)

@@ -1,0 +1,167 @@
+"""The forecast against published measurements: the data files, the fit, and the scores. Its errors are no test."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+NAMES = ("published", "rehearsing", "forecasting", "live", "forecast")
+GIB = 2**30
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Any]:
+    """Import the scripts; their names are free again afterwards."""
+    held = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
+    sys.path.insert(0, str(FOLDER))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
+    sys.path.remove(str(FOLDER))
+    for name in NAMES:
+        sys.modules.pop(name, None)
+    sys.modules.update(held)
+
+
+def test_there_are_sixty_rows_with_distinct_names(bench: Any) -> None:
+    names = [row.name for row in bench.published.rows()]
+    assert len(names) >= 60
+    assert len(set(names)) == len(names)
+
+
+def test_each_source_says_where_it_is(bench: Any) -> None:
+    sources = bench.published.sources()
+    assert {row.source for row in bench.published.rows()} == set(sources)
+    for name, one in sources.items():
+        assert one["title"], name
+        assert one["memory"] in ("allocated", "reserved"), name
+        if "url" in one:
+            assert one["url"].startswith("https://"), name
+        else:
+            assert "/" in one["repository"], name
+            assert len(one["commit"]) == 40, name
+            assert one["file"], name
+
+
+def test_the_numbers_of_each_row_agree(bench: Any) -> None:
+    for row in bench.published.rows():
+        axes = row.dp_replicate * row.dp_shard * row.cp * row.tp * row.pp
+        assert axes == row.devices, row.name
+        assert row.devices % row.node == 0, row.name
+        assert row.global_batch % (row.dp_replicate * row.dp_shard * (row.micro_batch or 1) * row.flushes) == 0, (
+            row.name
+        )
+        assert row.precision in ("bf16", "fp8"), row.name
+        assert row.fused in ("yes", "no"), row.name
+        assert {row.tokens_per_second, row.step_seconds, row.tflops} != {None}, row.name
+        if row.tokens_per_second and row.step_seconds:
+            tokens = row.tokens_per_second * row.step_seconds * row.devices
+            assert tokens == pytest.approx(row.tokens, rel=0.04), row.name
+
+
+def test_memory_fits_the_device(bench: Any) -> None:
+    most = {"h100": 96, "h200": 141, "b200": 180, "a100": 80}
+    for row in bench.published.rows():
+        if row.memory_gib is not None:
+            assert 10 < row.memory_gib < most[row.device] * 1e9 / GIB + 6, row.name
+
+
+def test_each_model_is_expressed_or_says_why_not(bench: Any) -> None:
+    from forge_train_tools.configuration.setup import resolve
+
+    rows = bench.published.rows()
+    assert {row.model for row in rows} <= set(bench.published.models())
+    expressed = {
+        row.model: row for row in rows if not row.missing and row.model in ("llama2-13b", "deepseekv2-4-layers")
+    }
+    assert len(expressed) == 2
+    assert len([row for row in rows if not row.missing]) >= 60
+    for row in expressed.values():
+        setup = resolve(row.request, world=row.devices, data=False, measured=False)
+        assert setup.config.train.sequence == row.sequence, row.name
+        assert setup.config.parallel.tp == row.tp, row.name
+
+
+def test_rows_that_differ_in_batches_are_in_one_half(bench: Any) -> None:
+    rows = [row for row in bench.published.rows() if not row.missing]
+    halves = [row.fitted for row in rows]
+    assert 0.25 < sum(halves) / len(halves) < 0.75
+    twins = [row.fitted for row in rows if "llama3_70b_l12_tp4_pp1_dp2_mbc" in row.name]
+    assert len(twins) == 3
+    assert len(set(twins)) == 1
+
+
+def pair(bench: Any, by: Any, at: int) -> Any:
+    """A row whose time and memory follow some constants exactly."""
+    # Numbers without a common factor, so that every constant matters in some row and none in all alike.
+    planned = bench.rehearsing.Planned(
+        compute=1.0 + at % 3, narrow=0.5, memory=0.1, between=0.3 * (at % 4), blocking=0.2 * (at % 5),
+        hidden=1.5 * (at % 2), stretch=1.0 + 0.1 * (at % 3), peak=(10 + at) * GIB, flops_per_token=1e9,
+    )  # fmt: skip
+    fused = at % 3 == 0
+    row = dataclasses.replace(
+        bench.published.rows()[0],
+        name=str(at),
+        source="simumax",
+        fused="yes" if fused else "no",
+        step_seconds=bench.forecasting.seconds(planned, by, fused=fused),
+        memory_gib=by.memory * planned.peak / GIB,
+        flushes=1,
+        precision="bf16",
+    )
+    return bench.forecasting.Pair(row, planned)
+
+
+def test_the_fit_recovers_the_constants_behind_exact_times(bench: Any) -> None:
+    true = bench.forecasting.Constants(efficiency=0.62, fused=0.3, network=0.7, overlap=0.4, memory=1.07)
+    some = [pair(bench, true, at) for at in range(60)]
+    found = bench.forecasting.fit(some)
+    assert bench.forecasting.COUNT <= 5
+    assert max(abs(one.time_error(found)) for one in some) < 0.02
+    assert max(abs(one.memory_error(found)) for one in some) < 1e-6
+    assert found.efficiency == pytest.approx(true.efficiency, abs=0.02)
+
+
+def test_a_time_counts_each_part_once(bench: Any) -> None:
+    planned = bench.rehearsing.Planned(2.0, 0.5, 0.1, 0.4, 0.3, 5.0, 1.5, GIB, 1e9)
+    by = bench.forecasting.Constants(efficiency=0.5, fused=0.5, network=0.5, overlap=1.0)
+    work = 4.0 + 0.1 + 0.4
+    assert bench.forecasting.seconds(planned, by, fused=False) == pytest.approx((work + 0.6) * 1.5 + 10 - work)
+    work = 3.0 + 0.1 + 0.2
+    assert bench.forecasting.seconds(planned, by, fused=True, narrow=True) == pytest.approx(
+        (work + 0.6) * 1.5 + 10 - work
+    )
+
+
+def test_the_page_has_each_row_once(bench: Any) -> None:
+    every = bench.published.rows()
+    true = bench.forecasting.Constants()
+    row = next(row for row in every if not row.missing)
+    others = [dataclasses.replace(row, source=source) for source in bench.published.sources()]
+    made = [dataclasses.replace(pair(bench, true, 1), row=one) for one in others]
+    assert {one.row.fitted for one in made} == {True, False}
+    text = bench.forecast.page(every, made, true, {"some row": "some reason"})
+    assert text.count("| some row | some reason |") == 1
+    assert text.count(f"| {row.name} |") == len(made)
+    for source in bench.published.sources():
+        assert f"`{source}`" in text
+
+
+def test_kendalls_tau_and_the_loss_of_a_pick(bench: Any) -> None:
+    assert bench.live.kendall([1, 2, 3], [10, 20, 30]) == 1
+    assert bench.live.kendall([1, 2, 3], [3, 2, 1]) == -1
+    assert bench.live.kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert bench.live.loss_of_pick({"a": 1.0, "b": 1.5}, {"a": 3.0, "b": 2.0}) == pytest.approx(0.5)
+    assert bench.live.loss_of_pick({"a": 1.0, "b": 1.5}, {"a": 1.0, "b": 2.0}) == 0
+    assert len(bench.live.LAYOUTS) >= 12
+    assert len(bench.live.MODELS) == 2
+    assert math.prod(len(one) for one in (bench.live.MODELS, bench.live.LAYOUTS)) >= 24
