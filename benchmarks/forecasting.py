@@ -7,43 +7,45 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from statistics import mean, median
 
-from published import GIB, Row
+from published import GIB, Row, sources
 from rehearsing import Planned
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Everything that is fitted."""
+    """Everything that is fitted. A share of the time between products, for rows whose kernels are fused, came out as 1,
+    and a share of the work that hides collectives as 0.98; so neither is here."""
 
     efficiency: float = 0.5
-    """Share of the peak that products and attention reach."""
-    fused: float = 0.5
-    """Share of the time between products that remains where a compiler or fused kernels join them."""
+    """Share of the peak that products and attention reach on Hopper and Blackwell."""
+    ampere: float = 0.5
+    """The same on an A100, whose peak is further below what its power allows."""
     network: float = 0.8
     """Share of the links' bandwidth that collectives reach."""
-    overlap: float = 0.5
-    """Share of the work behind which collectives of data parallelism hide."""
-    memory: float = 1.0
-    """Memory by its measure, of what the plan says."""
+    allocated: float = 1.0
+    """Bytes that torch has allocated at most, of those that the plan says."""
+    reserved: float = 1.0
+    """The same of those that it has reserved."""
 
 
-LIMITS = {"efficiency": (0.2, 1.0), "fused": (0.0, 1.0), "network": (0.1, 1.0), "overlap": (0.0, 1.0)}
+LIMITS = {"efficiency": (0.2, 1.0), "ampere": (0.2, 1.0), "network": (0.1, 1.0)}
 """Constants of time, and what they can be."""
 
 
-def seconds(planned: Planned, by: Constants, *, fused: bool, narrow: bool = False) -> float:
+def seconds(planned: Planned, efficiency: float, network: float, *, hides: bool = True, narrow: bool = False) -> float:
     """The time of a step.
 
     Args:
         planned: numbers of its plan.
-        by: constants.
-        fused: whether a compiler or fused kernels join what is between products.
+        efficiency: share of the peak that products reach.
+        network: share of the links' bandwidth that collectives reach.
+        hides: whether work hides collectives of data parallelism; a CPU does both.
         narrow: whether products of layers are in 8 bits, twice as fast.
     """
-    products = planned.compute * (1 - planned.narrow / 2 if narrow else 1) / by.efficiency
-    work = products + planned.memory + planned.between * (by.fused if fused else 1)
-    exposed = max(planned.hidden / by.network - by.overlap * work, 0.0)
-    return (work + planned.blocking / by.network) * planned.stretch + exposed
+    products = planned.compute * (1 - planned.narrow / 2 if narrow else 1) / efficiency
+    work = products + planned.memory + planned.between
+    exposed = max(planned.hidden / network - (work if hides else 0.0), 0.0)
+    return (work + planned.blocking / network) * planned.stretch + exposed
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Pair:
         return self.row.seconds(self.planned.flops_per_token)
 
     def seconds(self, by: Constants) -> float:
-        one = seconds(self.planned, by, fused=self.row.fused == "yes", narrow=self.row.precision == "fp8")
-        return one * self.row.flushes
+        efficiency = by.ampere if self.row.device == "a100" else by.efficiency
+        return self.row.flushes * seconds(self.planned, efficiency, by.network, narrow=self.row.precision == "fp8")
 
     def time_error(self, by: Constants) -> float:
         """Relative error of the forecast time."""
@@ -67,7 +69,12 @@ class Pair:
 
     def memory(self, by: Constants) -> float:
         """Bytes."""
-        return by.memory * self.planned.peak
+        return float(getattr(by, self.kind)) * self.planned.peak
+
+    @property
+    def kind(self) -> str:
+        """The measure of memory: `allocated` or `reserved`."""
+        return str(sources()[self.row.source]["memory"])
 
     def memory_error(self, by: Constants) -> float | None:
         """Relative error of the forecast memory; None where none was measured."""
@@ -80,13 +87,16 @@ def pairs(rows: Iterable[Row], plans: Mapping[str, Planned]) -> list[Pair]:
 
 
 def fit(some: list[Pair]) -> Constants:
-    """The constants with the least mean of absolute logarithmic errors of time, and the median factor of memory.
+    """The constants with the least mean of absolute logarithmic errors of time, and the median factors of memory.
 
     Constants of time move in turn, by steps that halve whenever none of them helps.
     """
     best, step = Constants(), 0.25
-    ratios = [math.log(one.row.memory_gib * GIB / one.planned.peak) for one in some if one.row.memory_gib]
-    best = replace(best, memory=math.exp(median(ratios)) if ratios else 1.0)
+    for kind in ("allocated", "reserved"):
+        ratios = [
+            one.row.memory_gib * GIB / one.planned.peak for one in some if one.row.memory_gib and one.kind == kind
+        ]
+        best = replace(best, **{kind: median(ratios) if ratios else 1.0})
     least = _loss(some, best)
     while step > 1e-4:
         tried = [

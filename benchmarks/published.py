@@ -8,7 +8,7 @@ import hashlib
 import json
 import tomllib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +151,13 @@ class Row:
         return json.dumps([f"layers.{stage * model['layers'] // stages}" for stage in range(1, stages)])
 
 
+@cache
 def models() -> dict[str, dict[str, Any]]:
     """Model → its configuration, or what is missing."""
     return tomllib.loads((FOLDER / "models.toml").read_text(encoding="utf-8"))
 
 
+@cache
 def sources() -> dict[str, dict[str, Any]]:
     """Source → where it is."""
     return tomllib.loads((FOLDER / "sources.toml").read_text(encoding="utf-8"))

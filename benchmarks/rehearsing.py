@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -97,7 +97,29 @@ def everything(rows: Sequence[Row], processes: int, file: Path = FILE) -> dict[s
             key, numbers = done.result()
             known[key] = numbers
             file.write_text(dumps({one: asdict(two) for one, two in sorted(known.items())}, indent=1), encoding="utf-8")
-    return {row.name: known[row.key] for row in rows if row.key in known}
+    return of_rows(rows, known)
+
+
+def of_rows(rows: Sequence[Row], known: Mapping[str, Planned]) -> dict[str, Planned]:
+    """Numbers of each row; name → numbers. A row that differs from a planned one in its number of micro-batches alone
+    has those of that one, in proportion."""
+    found, alike = {}, {_without_batch(row): row for row in rows if not row.missing and row.key in known}
+    for row in (row for row in rows if not row.missing):
+        if row.key in known:
+            found[row.name] = known[row.key]
+        elif other := alike.get(_without_batch(row)):
+            found[row.name] = in_proportion(known[other.key], row.global_batch / other.global_batch)
+    return found
+
+
+def in_proportion(one: Planned, times: float) -> Planned:
+    """A plan with so many times as many micro-batches: gradients are reduced once, and a pipeline waits as long."""
+    scaled = {name: times * getattr(one, name) for name in ("compute", "memory", "between", "blocking")}
+    return replace(one, **scaled, stretch=1 + (one.stretch - 1) / times)
+
+
+def _without_batch(row: Row) -> str:
+    return row.key.replace(f"train.global_batch={row.global_batch // row.flushes} ", "")
 
 
 def kept(file: Path = FILE) -> dict[str, Planned]:
