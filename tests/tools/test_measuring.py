@@ -150,3 +150,18 @@ def test_a_plan_reads_the_file_as_it_reads_a_device(tmp_path: Path) -> None:
     assert (roof.device, roof.memory_bytes) == ("CPU, 2 cores, measured", 16e9)
     with pytest.raises(ConfigError, match=r"nowhere.toml: the cluster file can't be read"):
         plan(setup, world=2, device="nowhere.toml")
+
+
+def test_a_search_takes_the_rate_of_each_kind(tmp_path: Path) -> None:
+    from forge_train_tools.searching.candidates import Candidate
+    from forge_train_tools.searching.forms import Memory, Sent
+    from forge_train_tools.searching.speed import speed
+    from forge_train_tools.searching.variants import Variant
+
+    file = tmp_path / "here.toml"
+    file.write_text(ClusterFile(found(samples(RATES)), PRODUCTS).text("fp32", "mine"), encoding="utf-8")
+    one = Candidate(1, 1, 1, 1, 2, 1, 1, 1, 1, Variant(()))
+    sent = [Sent("reduce_scatter", "tp", 2, 3.0, 3e6)]
+    took = speed(one, cluster(str(file)), "fp32", 1e9, sent, Memory(1.0, 1.0, 1.0), None)
+    rate = RATES["reduce_scatter"]
+    assert took.blocking == pytest.approx(1.5e6 / rate.bandwidth + 3 * rate.latency, rel=1e-3)

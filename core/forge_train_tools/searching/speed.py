@@ -66,8 +66,7 @@ def speed(
     levels: dict[str, float] = {link.level: 0.0 for link in cluster.links}
     for one in sent:
         link = cluster.link(c.spans[one.axes])
-        steps = one.calls * (1 if one.kind == "send" else (2 if one.kind == "all_reduce" else 1) * (one.ranks - 1))
-        seconds = one.bytes / link.bandwidth + steps * link.latency
+        seconds = link.seconds(one.kind, one.bytes, one.ranks, one.calls)
         levels[link.level] += one.bytes
         if one.axes in LAYERS or one.axes == "pp":
             blocking += seconds
