@@ -71,8 +71,8 @@ print(f"{weights:,} B of weights; rank 0 sends {reduced['all_reduce']['sent']:,.
 #
 # ## Break it
 #
-# This plugin leaves out what happens between backward pass and optimizer: with `ddp`, each rank then keeps the
-# gradients of its own rows.
+# This plugin has each rank go on with the gradients of its own rows: it remembers them, and puts them back where
+# `ddp` has averaged them.
 
 # %%
 Path("broken.py").write_text('''
@@ -80,11 +80,22 @@ from forge_train import Plugin, hookimpl
 
 
 class Broken(Plugin):
-    """Leaves gradients unfinished."""
+    """Undoes the average."""
 
     @hookimpl
-    def on_start(self, model):
-        model.after_backward = lambda: None
+    def on_start(self, job, model):
+        if job.dist.world == 1:
+            return
+        own, average = {}, model.after_backward
+        for parameter in model.parts[0].parameters():
+            parameter.register_hook(lambda grad, of=parameter: own.update({of: grad.clone()}))
+
+        def undone():
+            average()
+            for parameter, grad in own.items():
+                parameter.grad.copy_(grad)
+
+        model.after_backward = undone
 ''')
 judge(forge("verify learn.toml --nproc 2 -p ddp -p ./broken.py --steps 2"))
 
@@ -96,3 +107,10 @@ judge(forge("verify learn.toml --nproc 2 -p ddp -p ./broken.py --steps 2"))
 #
 # - `-s train.micro_batch=1`: two micro-batches. Is anything sent more often?
 # - `-s ddp.bucket_mb=0.05` makes buckets of 0.05 MiB. Which gradients are sent first?
+#
+# <details><summary>Answers</summary>
+#
+# - No: ranks add the gradients of their micro-batches, and exchange the sum once.
+# - Those of the head and of the last layer, with which the backward pass begins.
+#
+# </details>

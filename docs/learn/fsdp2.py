@@ -17,7 +17,8 @@
 # %% [markdown]
 # ## A real step
 #
-# `forge trace` trains up to a step on two processes of this machine, and records each collective of that step.
+# `forge trace` trains up to a step on two processes of this machine, and records each collective of that step. On a
+# terminal it prints totals; with `--json`, which the helper `forge` adds, it has every call.
 
 # %%
 step = forge("trace learn.toml --nproc 2 -p fsdp2")
@@ -30,13 +31,18 @@ show(first)
 # - **forward, all_gather**: five groups of weights. The norm before the head (128 B) belongs to the model itself;
 #   embedding, each layer and head are groups of their own. The column of modules says where the rank was when it
 #   asked.
-# - **backward, reduce_scatter**: the same five groups in reverse, as soon as the gradients of a group are complete.
-# - **backward, all_gather**: only three. The head and the last norm were not dropped, as the backward pass begins
-#   with them. FSDP2 asks *ahead*: the gather for a layer starts while the one after it still computes, so the column
-#   of modules names that one. This hides the transfer behind work.
-# - **all_reduce by forge**: a few bytes. How many tokens count in this step, in order that each has the same weight
-#   on whichever rank; the squared gradient norm for clipping; the loss for the log; and whether some rank was asked
-#   to stop.
+# - **backward, reduce_scatter**: the same five groups, as soon as the backward pass has left a group's module: head,
+#   layers in reverse, embedding. The last norm is a parameter of the model itself, which is left last of all, so its
+#   128 B come late.
+# - **backward, all_gather**: only three, `layers.1`, `layers.0` and the embedding. The head and the last norm were not
+#   dropped, as the backward pass begins with them. FSDP2 asks *ahead*: the gather for a group starts while the one
+#   after it still computes, so the column of modules names a place before the group that is gathered. This hides the
+#   transfer behind work. The table of the embedding is gathered although its gradient does not need it: FSDP2 does
+#   not know what a module computes.
+# - **all_reduce by forge**: a few bytes. How many tokens count in the loss of this step and how many there are, in
+#   order that each has the same weight on whichever rank; the squared gradient norm for clipping; the loss for the log; and
+#   whether some rank was asked to stop.
+# - No collective spreads the update: each rank updates its shares, and the next forward pass gathers them.
 #
 # ## The formula
 #
@@ -110,3 +116,11 @@ judge(forge("verify learn.toml --nproc 2 -p fsdp2 -p ./broken.py --steps 2"))
 #   table go away?
 # - `-s train.micro_batch=1` makes two micro-batches. How many times is a layer gathered, and how many times reduced?
 # - `--out trace.html` shows the same step on a time line.
+#
+# <details><summary>Answers</summary>
+#
+# - The three gathers of the backward pass.
+# - Each layer is gathered four times, in both passes of both micro-batches (16 gathers in all), and reduced once, after
+#   the last.
+#
+# </details>

@@ -18,11 +18,11 @@
 layout = "--nproc 4 -p tp -p fsdp2 -s parallel.tp=2"
 step = forge(f"trace learn.toml {layout}")
 first = [call for call in step["calls"] if call["rank"] == 0]
-show([call for call in first if call["phase"] in ("data", "forward")])
+show(first)
 
 # %% [markdown]
-# This is the forward pass of rank 0. Take one layer: FSDP2 gathers the other half of *this rank's part* of its
-# weights; then each block gathers tokens along `tp` and sums along `tp`. With whom?
+# This is the whole step of rank 0. Take one layer in the forward pass: FSDP2 gathers the other half of *this rank's
+# part* of its weights; then each block gathers tokens along `tp` and sums along `tp`. With whom?
 
 # %%
 for axis in ("dp_shard", "tp"):
@@ -37,12 +37,15 @@ for axis in ("dp_shard", "tp"):
 # |---|---|---|
 # | all_gather by `fsdp2` | `dp_shard` | the other half of this rank's part of the weights, before each pass |
 # | reduce_scatter by `fsdp2` | `dp_shard` | the mean of gradients over rows; each rank receives its half |
-# | all_gather by `tp`, forward | `tp` | the tokens of both ranks, before a block |
-# | reduce_scatter by `tp`, forward | `tp` | the sum of a block's outputs; each rank receives its tokens |
+# | all_gather by `tp`, forward | `tp` | the tokens of both ranks, before a block and before the head |
+# | reduce_scatter by `tp`, forward | `tp` | the sum of both ranks' parts, after the embedding and each block; each rank receives its tokens |
 # | both, backward | `tp` | the same for gradients, with the kinds exchanged |
 # | all_reduce by `tp`, forward | `tp` | the softmax over a vocabulary that is split |
-# | all_reduce by `tp`, gradients | `tp` | gradients of norms, of which each rank has the part of its tokens |
-# | all_reduce by `forge` | several | tokens of the step, gradient norm, loss, and requests to stop |
+# | all_reduce by `tp`, gradients | `tp` | gradients of norms, of which each rank has the part of its tokens: 320 B and not 640 B, since FSDP2 has halved them |
+# | all_reduce by `forge`, data | `dp_shard` | the tokens that count: ranks along `tp` have the same ones |
+# | all_reduce by `forge`, 4 B | `dp_shard`, `tp` | squares of the gradient norm: of split matrices over both axes, of norms, which are whole along `tp`, over `dp_shard` alone |
+# | all_reduce by `forge`, 4 B | `dp_shard` | the loss for the log |
+# | all_reduce by `forge`, update | all ranks | requests to stop |
 #
 # ## The formula
 #
@@ -104,16 +107,32 @@ class Late(TensorParallel):
         transform = super().parallelize(job)
         return transform and replace(transform, phase=Phase.SHARD, after=("data_parallel",))
 ''')
-forge(f"verify learn.toml {layout.replace('-p tp', '-p ./broken.py')}")
+refused = forge(f"verify learn.toml {layout.replace('-p tp', '-p ./broken.py')}")
+print(refused["error"].partition("tp: ")[2].partition(".")[0])
 
 # %% [markdown]
 # The composition is refused before a step is taken. Had it been accepted, each rank would have split a shard instead
 # of a matrix, and computed with the wrong columns.
 #
-# Now find a fault yourself: take the broken plugin of [FSDP2](fsdp2.md) and that of [tensor parallelism](tp.md), run
-# both on this layout, and say by `forge trace` and `forge verify` which axis each of them has forgotten.
+# Now find a fault yourself: take the broken plugin of [FSDP2](fsdp2.md) and that of [tensor parallelism](tp.md) as
+# `one.py` and `other.py`, run each on this layout, and say by `forge trace` and `forge verify` which axis it has
+# forgotten.
+#
+# <details><summary>Answer</summary>
+#
+# The trace of FSDP2's has one reduce-scatter along `dp_shard` less, that of `layers.1`. Its shards get no gradient, which
+# is what `verify` says; along `tp`, less is summed only because the norms of that layer have none. The other's has no
+# all_reduce by `tp` among the gradients, and `verify` says that gradients of norms are not reduced over `tp`.
+#
+# </details>
 #
 # ## Try
 #
-# - `-s parallel.dp_replicate=2` instead of `tp`: hybrid sharding. Which collective is new, over which axis, and why
-#   does it have half of the bytes?
+# - `--nproc 4 -p fsdp2 -s parallel.dp_replicate=2 -s train.micro_batch=1`, without `tp`: hybrid sharding. Which
+#   collective is new, over which axis, and why does it have half of the bytes?
+#
+# <details><summary>Answer</summary>
+#
+# An all-reduce along `dp_replicate`, of the gradients: each rank has scattered them already, and keeps half.
+#
+# </details>

@@ -34,9 +34,11 @@ show(first)
 # - **forward, all_reduce**: the head is split by the vocabulary, and a softmax needs all of it. Instead of gathering
 #   logits, ranks exchange three numbers per token: the largest logit, the sum of the exponentials, and the logit of
 #   the target. With 100,000 tokens in the vocabulary this is the difference between kilobytes and gigabytes.
-# - **backward**: the same calls in reverse, with gather and reduce exchanged.
+# - **backward**: the same calls in reverse, with gather and reduce exchanged. The softmax needs none: each rank knows
+#   the sum over the vocabulary, and the gradient of its own logits follows from that.
 # - **gradients, all_reduce by tp**: each rank computed the norms for its half of the tokens, so it has one part of
-#   their gradients.
+#   their gradients. The matrices need no such sum: each rank multiplied *all* tokens by its part of a matrix, so the
+#   gradient of that part is complete.
 # - **all_reduce by forge**: the gradient norm, and whether some rank was asked to stop. Both ranks have the same
 #   rows, so there are no tokens to count.
 #
@@ -92,5 +94,14 @@ judge(forge("verify learn.toml --nproc 2 -p tp -s parallel.tp=2 -p ./broken.py -
 # ## Try
 #
 # - `-s tp.sequence_parallel=false`: hidden states stay whole between blocks. Which kinds of collectives remain, and
-#   do bytes change?
-# - `--nproc 4 -p fsdp2 -s parallel.tp=2`: both together. The column of axes tells whose collective each is.
+#   does a rank send more or less (`sent`)?
+# - `--nproc 4 -p fsdp2`, and without `-s train.micro_batch=4`: both together. The column of axes tells whose collective
+#   each is.
+#
+# <details><summary>Answers</summary>
+#
+# - All-reduces alone, half as many as gathers and reduce-scatters before. Each sends as much as one of both, so a rank
+#   sends the same.
+# - `tp` gathers and scatters hidden states along `tp` as before; `fsdp2` gathers and scatters weights along `dp_shard`.
+#
+# </details>
