@@ -34,7 +34,7 @@ DISPLAY = Fact(
 PEAK = Fact(
     "plan.peak",
     str,
-    "Key of a cluster file's `[peak]`, such as `fp8`: `forge plan --search` counts the matrix products of the modules "
+    "Key of a cluster file's `[peak]`, such as `bf16`: `forge plan --search` counts the matrix products of the modules "
     "that the plugin's transforms match at that peak, not at that of `train.precision`.",
 )
 SEARCH = Fact(

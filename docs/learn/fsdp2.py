@@ -40,8 +40,8 @@ show(first)
 #   transfer behind work. The table of the embedding is gathered although its gradient does not need it: FSDP2 does
 #   not know what a module computes.
 # - **all_reduce by forge**: a few bytes. How many tokens count in the loss of this step and how many there are, in
-#   order that each has the same weight on whichever rank; the squared gradient norm for clipping; the loss for the log; and
-#   whether some rank was asked to stop.
+#   order that each has the same weight on whichever rank; the squared gradient norm for clipping; the loss for the
+#   log; and whether some rank was asked to stop.
 # - No collective spreads the update: each rank updates its shares, and the next forward pass gathers them.
 #
 # ## The formula

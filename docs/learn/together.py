@@ -38,14 +38,17 @@ for axis in ("dp_shard", "tp"):
 # | all_gather by `fsdp2` | `dp_shard` | the other half of this rank's part of the weights, before each pass |
 # | reduce_scatter by `fsdp2` | `dp_shard` | the mean of gradients over rows; each rank receives its half |
 # | all_gather by `tp`, forward | `tp` | the tokens of both ranks, before a block and before the head |
-# | reduce_scatter by `tp`, forward | `tp` | the sum of both ranks' parts, after the embedding and each block; each rank receives its tokens |
+# | reduce_scatter by `tp`, forward | `tp` | the sum of parts, after embedding and blocks; each receives its tokens |
 # | both, backward | `tp` | the same for gradients, with the kinds exchanged |
 # | all_reduce by `tp`, forward | `tp` | the softmax over a vocabulary that is split |
-# | all_reduce by `tp`, gradients | `tp` | gradients of norms, of which each rank has the part of its tokens: 320 B and not 640 B, since FSDP2 has halved them |
+# | all_reduce by `tp`, gradients | `tp` | gradients of norms, of which each rank has the part of its tokens |
 # | all_reduce by `forge`, data | `dp_shard` | the tokens that count: ranks along `tp` have the same ones |
-# | all_reduce by `forge`, 4 B | `dp_shard`, `tp` | squares of the gradient norm: of split matrices over both axes, of norms, which are whole along `tp`, over `dp_shard` alone |
-# | all_reduce by `forge`, 4 B | `dp_shard` | the loss for the log |
+# | all_reduce by `forge`, three times | `dp_shard`, `tp`, `dp_shard` | squares for the gradient norm |
+# | all_reduce by `forge`, the last of the gradients | `dp_shard` | the loss for the log |
 # | all_reduce by `forge`, update | all ranks | requests to stop |
+#
+# The squares of split matrices are added up along both axes. Norms are whole along `tp`, so theirs are added along
+# `dp_shard` alone. And their gradients have 320 B here, where they had 640 B without FSDP2, which keeps half.
 #
 # ## The formula
 #
@@ -120,9 +123,9 @@ print(refused["error"].partition("tp: ")[2].partition(".")[0])
 #
 # <details><summary>Answer</summary>
 #
-# The trace of FSDP2's has one reduce-scatter along `dp_shard` less, that of `layers.1`. Its shards get no gradient, which
-# is what `verify` says; along `tp`, less is summed only because the norms of that layer have none. The other's has no
-# all_reduce by `tp` among the gradients, and `verify` says that gradients of norms are not reduced over `tp`.
+# The trace of FSDP2's has one reduce-scatter along `dp_shard` less, that of `layers.1`. Its shards get no gradient,
+# which is what `verify` says; along `tp`, less is summed only because the norms of that layer have none. The other's
+# has no all_reduce by `tp` among the gradients, and `verify` says that gradients of norms are not reduced over `tp`.
 #
 # </details>
 #
