@@ -126,7 +126,7 @@ def smaller_layouts(request: Request, nproc: int, least: int) -> dict[int, Layou
 
 
 def _described(run: Path) -> int:
-    """When the configuration was last written, by the clock of the file system; 0 where it was not."""
+    """The time at which the configuration was last written, by the clock of the file system; 0 where it was not."""
     file = run / "config.toml"
     return file.stat().st_mtime_ns if file.exists() else 0
 
