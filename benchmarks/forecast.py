@@ -11,6 +11,7 @@ results/forecast-live.md.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
@@ -135,13 +136,17 @@ def _why(row: Row, error: str) -> str:
 
 def against_here(rounds: int, file: str) -> None:
     """Time layouts on two ranks, forecast them from a measured cluster file, and write the page."""
+    before = os.getloadavg()[0]
     found, on = live.timed(rounds), cluster(file)
+    load = f"{before:.1f} before and {os.getloadavg()[0]:.1f} after the steps, on {os.cpu_count()} cores"
     text = f"""# The forecast, against layouts on two ranks of one machine
 
 `python benchmarks/forecast.py live {rounds} FILE`: {platform.machine()}, {on.name}. Each layout takes {rounds} steps in
 turn with the others, beside one that is not counted; seconds are the least of them. CPU seconds are those of both
 ranks, halved. The forecast has no fitted constant: products at the measured efficiency, everything between them at the
-measured bandwidth of memory, each collective at its measured rate, and nothing hidden."""
+measured bandwidth of memory, each collective at its measured rate, and nothing hidden.
+
+The load of the machine was {load}: seconds and rates say little where it is above 2."""
     lines = [text]
     for model, layouts in found.items():
         forecast = {
