@@ -23,7 +23,7 @@ import forge_cli
 import warm
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
+TOOLS = ("unshare", "nsenter", "ip", "tc", "mount", "hostname")
 PORT = 29500
 """Where ranks meet: free, as every machine has all ports."""
 
@@ -34,6 +34,7 @@ def missing() -> str:
         return f"no {', '.join(lacking)} here"
     made = (
         "ip link add name a-b type bridge && ip link add name a-c type veth peer name a-d && mount -t tmpfs none /mnt"
+        " && tc qdisc add dev a-c root tbf rate 1mbit burst 32kb latency 50ms"
     )
     tried = subprocess.run(["unshare", "-n", "-u", "-m", "sh", "-c", made], capture_output=True, text=True, check=False)
     return tried.stderr.strip().partition("\n")[0] if tried.returncode else ""
