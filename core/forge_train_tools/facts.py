@@ -34,8 +34,8 @@ DISPLAY = Fact(
 PEAK = Fact(
     "plan.peak",
     str,
-    "Key of a cluster file's `[peak]`, such as `bf16`: `forge plan --search` counts the matrix products of the modules "
-    "that the plugin's transforms match at that peak, not at that of `train.precision`.",
+    "Key of a cluster file's `[peak]`: `forge plan --search` counts the matrix products of the modules that the "
+    "plugin's transforms match at that peak, not at that of `train.precision`.",
 )
 SEARCH = Fact(
     "plan.search",

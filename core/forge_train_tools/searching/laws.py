@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from .candidates import Candidate
+from .candidates import LAYERS, Candidate
 from .composing import Point
 from .points import Kinds, Points
 from .schedules import Schedules
@@ -97,7 +97,7 @@ class Laws:
         if abs(split.tokens) < SMALL * abs(split.weights):
             return 0.0
         two, sizes = get(self._point(own, TWO[axis]), per, name), dict(TWO[axis])
-        shrunk = self._share(per, *(sizes.get(one, 1) for one in ("tp", "ep", "etp")))
+        shrunk = self._share(per, **{one: sizes.get(one, 1) for one in LAYERS if one != "cp"})
         return 2 * (two - split.weights * shrunk) / split.tokens - 1
 
     def _share(self, per: str, tp: int, ep: int, etp: int) -> float:
