@@ -26,7 +26,7 @@ from forge_train_tools.messages import waiting
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
 
-from . import pipeline, screen, search
+from . import collectives, pipeline, screen, search
 from .abbreviate import abbreviated, group_list
 from .options import json_option, run_options
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 )
 @search.options
 @click.option("--schedules", is_flag=True, help="Compare the schedules that a pipeline could follow.")
+@click.option("--check-collectives", is_flag=True, help="Check that all ranks call the same collectives, in one order.")
 @click.option("--svg", metavar="FILE", callback=screen.picture, help="Draw a pipeline's timeline to a file.")
 @json_option
 def plan(
@@ -53,9 +54,10 @@ def plan(
     device: str | None,
     schedules: bool,
     svg: str | None,
+    check_collectives: bool,
     as_json: bool,
     **searched: Any,
-) -> None:
+) -> int:
     """Compose CONFIG for N ranks and rehearse a step of one of them, without memory, devices or other processes: what
     each plugin matched, meshes, parameters, memory, communication and FLOPs. For a pipeline, rehearse one rank of each
     stage, and show the timeline of all. Nothing is allocated, and only --svg and --write write a file.
@@ -63,10 +65,14 @@ def plan(
     \b
     forge plan big.toml --world 512 --device h100             does it fit, and what bounds it?
     forge plan big.toml --world 512 --device h100 --search    choose a layout
+    forge plan big.toml --world 512 --check-collectives       would any rank wait for ever?
     """
+    if check_collectives:
+        others = {"search": searched["search"], "schedules": schedules, "svg": svg, "device": device}
+        return collectives.run(request, world, nodes, others, as_json=as_json)
     if search.wanted(searched, {"schedules": schedules, "svg": svg, "nodes": nodes}):
         search.run(request, world, device, **searched, as_json=as_json)
-        return
+        return 0
     with waiting(f"planning for {format_plural(world, 'rank')}"):
         from forge_train_tools.configuration.setup import resolve
         from forge_train_tools.planning import plan as make
@@ -86,6 +92,7 @@ def plan(
         _show(made, setup, request, world)
         if svg:
             click.echo(f"Wrote {svg}.")
+    return 0
 
 
 def _as_json(made: Plan) -> dict[str, object]:
@@ -98,10 +105,11 @@ def _as_json(made: Plan) -> dict[str, object]:
 
 def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
     train = setup.config.train
-    ranks = "1 process" if world == 1 else f"{world} processes"
-    nodes = f" on {made.nodes} nodes" if made.nodes > 1 else ""
+    ranks = ("1 process" if world == 1 else f"{world} processes") + (
+        f" on {made.nodes} nodes" if made.nodes > 1 else ""
+    )
     passes = "" if made.accumulation == 1 else f", {made.accumulation} micro-batches"
-    screen.line(f"{setup.config.source} on {ranks}{nodes}", "bold")
+    screen.line(f"{setup.config.source} on {ranks}", "bold")
     screen.line(
         f"{train.global_batch:,} sequences of {train.sequence:,} tokens a step "
         f"({format_count(train.tokens_per_step)} tokens), {train.micro_batch} at a time{passes}"

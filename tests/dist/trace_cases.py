@@ -47,6 +47,11 @@ def take(folder: str, plugins: Sequence[str], config: Mapping[str, Any], *, slee
     return {"traced": found, "plain": plain, "trained": trained, "shapes": found.pop("shapes")}
 
 
+def traced(folder: str, plugins: Sequence[str], config: Mapping[str, Any]) -> None:
+    """Trace a step, and leave it in the folder."""
+    _steps(folder, plugins, config, traced=True)
+
+
 def _steps(folder: str, plugins: Sequence[Any], config: Mapping[str, Any], *, traced: bool) -> dict[str, Any]:
     losses = []
     with (

@@ -126,7 +126,7 @@ def plan(
     config = setup.config
     layout = Layout.of(config.parallel, world)
     sheet = _sheet(device)
-    place = World(size=world, local_size=_per_node(world, nodes))
+    place = World(size=world, local_size=per_node(world, nodes))
     topology, domains = Topology.of(place), meshes.domains(layout)
     wanted = config.run.device
     on_cuda = on_cuda or sheet is not None or wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
@@ -221,7 +221,16 @@ def _memory(look: Look) -> Memory:
     )
 
 
-def _per_node(world: int, nodes: int) -> int:
+def per_node(world: int, nodes: int) -> int:
+    """Ranks of each node.
+
+    Args:
+        world: all ranks.
+        nodes: how many; 0 for as many as nodes of `PER_NODE` ranks make.
+
+    Raises:
+        ConfigError: if ranks are left over.
+    """
     if nodes and world % nodes:
         raise ConfigError(f"{world} ranks can't be spread evenly over {nodes} nodes.")
     return world // nodes if nodes else min(world, PER_NODE)

@@ -95,7 +95,7 @@ def rehearse_alike(job: Job, composition: Composition, units: Units, *, least: i
         units: have looked at it when it was built.
         least: repetitions below which nothing is saved.
     """
-    if len(composition.model.parts) != 1 or composition.extra or not _per_unit(job, composition):
+    if len(composition.model.parts) != 1 or composition.extra or not per_unit(job, composition):
         return None
     forms = units.forms(composition)
     own = _positions(forms)
@@ -120,7 +120,7 @@ def rehearse_alike(job: Job, composition: Composition, units: Units, *, least: i
     return _laid_out(records, found.times - FEW)
 
 
-def _per_unit(job: Job, composition: Composition) -> bool:
+def per_unit(job: Job, composition: Composition) -> bool:
     """Return True if every plugin that builds units or sees all of them declares that it acts unit by unit."""
     seeing = {name for hook in ASKED for name in job.hooks.acting(hook)}
     seeing |= {entry["plugin"] for entry in composition.report}

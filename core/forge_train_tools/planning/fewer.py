@@ -22,15 +22,21 @@ def affordable(model: Model, micro_batches: int) -> bool:
     return micro_batches * sum(len(tuple(getattr(part, "units", ()))) for part in model.parts) <= AFFORDABLE
 
 
-def passes_of(stepper: Stepper, found: Recorded) -> int:
-    """Return the number of micro-batches to rehearse; record a pipeline's executor and the order that it follows."""
+def passes_of(stepper: Stepper, found: Recorded, *, exact: bool = True) -> int:
+    """Return the number of micro-batches to rehearse; record a pipeline's executor and the order that it follows.
+
+    Args:
+        stepper: of the rank.
+        found: its record.
+        exact: whether to take all of them where that is affordable; without it, every rank of a layout takes as many.
+    """
     executor: Any = stepper.executor
     wanted = stepper.accumulation
     few = min(wanted, PASSES)
     if stepper.job.dist.layout.pp == 1 or not hasattr(executor, "timetable"):
         return few
     found.executor, found.followed = executor, executor.timetable(wanted)
-    if affordable(stepper.model, wanted):
+    if exact and affordable(stepper.model, wanted):
         return wanted
     if few < wanted and hasattr(executor, "follow"):
         found.followed = found.followed.short(few)

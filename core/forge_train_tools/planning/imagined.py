@@ -30,9 +30,11 @@ class ImaginedContext(DistributedContext):
     """Contributions of this rank to gathers over stages, in order."""
     others: Sequence[Sequence[Any]] = ()
     """Contributions of the first ranks of all stages, this one's included; empty while they are unknown."""
+    asked: Callable[[str, str], None] = lambda what, axis: None
+    """Is told of each call that a run would make with other ranks: its name and the axis."""
 
     def barrier(self) -> None:
-        pass
+        self.asked("barrier", "")
 
     def gather_tensors(self, tensor: Tensor, axis: str = "") -> list[Tensor]:
         return self.gather_objects(tensor, axis)
@@ -40,6 +42,7 @@ class ImaginedContext(DistributedContext):
     def gather_objects(self, value: _T, axis: str = "") -> list[_T]:
         if self.world == 1:
             return [value]
+        self.asked("gather_objects", axis)
         size, stages = dist.get_world_size(self._group(axis)), self.layout.pp
         if stages == 1 or axis not in ("", "pp"):
             return [value] * size
@@ -53,10 +56,11 @@ class ImaginedContext(DistributedContext):
         return set().union(*everybody.values())
 
     def on_main(self, function: Callable[[], _T]) -> _T:
+        self.asked("on_main", "")
         return function()
 
     def agree(self, what: dict[str, Any]) -> None:
-        pass
+        self.asked("agree", "")
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def rehearse(
     found = Recorded(parameters=held_bytes(model.parameters()))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        _allocate_all(job, model)
+        allocate_all(job, model)
         found.buffers = held_bytes(_buffers(model))
         found.gradients = held_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
         rehearsal = _Rehearsal(job, model, found)
@@ -76,14 +76,14 @@ def rehearse(
         optimizer = rehearsal.stepper.optimizer
         found.sets = parameter_sets(optimizer.param_groups)
         try:
-            _first_step(model, optimizer)
+            first_step(model, optimizer)
             found.optimizer = held_bytes(state_of(optimizer))
         except ForgeError:
             raise
         except Exception as error:  # an optimizer that reads values has no fake step
             found.not_found("optimizer", error)
     try:
-        with _quiet():
+        with quiet():
             rehearsal.rehearse(fake)
     except ForgeError:
         raise
@@ -96,18 +96,18 @@ def rehearse(
 def imagine_optimizer(job: Job, model: Model) -> torch.optim.Optimizer:
     """The optimizer of a model that was composed on the meta device, and gets fake weights."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _allocate_all(job, model)
+        allocate_all(job, model)
         return hookspecs.optimizer(model, job)
 
 
-def _allocate_all(job: Job, model: Model) -> None:
+def allocate_all(job: Job, model: Model) -> None:
     for one in (model, *job.models.values()):
         for part in one.parts:
             _allocate(part)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Torch logs an operation that has no fake counterpart with its stack; here that is one line of the plan."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
@@ -118,7 +118,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _unseen_metadata() -> Iterator[None]:
+def unseen_metadata() -> Iterator[None]:
     """Hides operations on global shapes by which DTensor (torch 2.13) finds, once for each cached schema, what an
     operation's result looks like: they are no part of a step."""
     if not dist.is_initialized():  # no DTensors
@@ -148,7 +148,7 @@ def _buffers(model: Model) -> list[Tensor]:
     return list({id(buffer): buffer for part in model.parts for buffer in part.buffers()}.values())
 
 
-def _first_step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+def first_step(model: Model, optimizer: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     optimizer.step()
@@ -183,7 +183,7 @@ class _Rehearsal(Watcher):
         self.stepper.model.parts[0].get_submodule(name).register_forward_hook(look)
 
     def data(self, job: Job, split: str) -> Loader:
-        return _Examples(job, self.found)
+        return Examples(job, self.found)
 
     def on_micro_batch(self, micro: MicroBatch) -> None:
         key = (micro.part, micro.direction)
@@ -202,7 +202,7 @@ class _Rehearsal(Watcher):
         logits = _Logits(ledger, model)
         resident = [*model.parameters(), *_buffers(model), *state_of(stepper.optimizer)]
         watches = Together(AnyDtype(), ledger, Collectives(self._send), Work(self._compute))
-        with fake, _unseen_metadata(), watches, unsharded_gradients(ledger) as unsharded:
+        with fake, unseen_metadata(), watches, unsharded_gradients(ledger) as unsharded:
             own = ledger.numbers(resident)
             batches = [batch.map(fake.from_tensor) for batch in batches]
             stepper.job.step.batches = batches
@@ -242,13 +242,13 @@ class _Rehearsal(Watcher):
         self.found.calls.append(Event(("kernel", self._times, fusible), (flops, size)))
 
 
-class _Examples:
+class Examples:
     """Micro-batches as the data's plugin describes them."""
 
     def __init__(self, job: Job, found: Recorded) -> None:
         self._job, self._found = job, found
 
-    def __iter__(self) -> _Examples:
+    def __iter__(self) -> Examples:
         return self
 
     def __next__(self) -> Batch:

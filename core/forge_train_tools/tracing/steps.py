@@ -23,10 +23,11 @@ from ..configuration.request import Request
 from ..configuration.setup import resolve
 from ..process import prepared
 from ..verification.watched import begin
+from .callers import owners
 from .clocks import offset_to_first
 from .modules import Modules
 from .record import RankTrace, shift
-from .watch import Calls, owners
+from .watch import Calls
 
 
 def worker(request: dict[str, Any], step: int, folder: str) -> dict[str, Any]:
