@@ -98,22 +98,30 @@ def _agree(place: World, store: dist.Store, timeout: timedelta, at: str) -> str:
     """A prefix that the processes of this start share, and no other ones.
 
     Agents of torchrun count their restarts each for itself, so one that joined later has another count, and the store
-    stays when their number changes. So every process draws a name, rank 0 proposes all of them until each process has
-    found its own there, and the processes of an earlier start find no name of theirs.
+    stays when their number changes. So every process draws a name, and rank 0 answers each with that name and a prefix,
+    anew if one of the names is another now, until all have taken the same prefix. The processes of an earlier start
+    find no answer to a name of theirs. Each process but rank 0 reads what is meant for it alone: the bytes that go
+    through the store grow with the number of processes, and not with its square.
     """
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     ranks = range(place.size)
-    awaited = names = [f"name-{rank}" for rank in ranks]
+    names, answers = ([f"{kind}-{rank}" for rank in ranks] for kind in ("name", "answer"))
+    awaited, answered, prefix = names, [b""], ""
     store.set(names[place.rank], mine)
     while time.monotonic() < deadline:
-        if place.rank == 0 and store.check(names):
-            store.set("proposal", ",".join(store.get(name).decode() for name in names))
-        proposal = store.get("proposal").decode() if store.check(["proposal"]) else ""
-        if mine in proposal.split(","):
-            prefix = hashlib.sha256(proposal.encode()).hexdigest()
-            awaited = [f"{prefix}-{rank}" for rank in ranks]
+        if place.rank == 0 and store.check(names) and (drawn := store.multi_get(names)) != answered:
+            own = hashlib.sha256(b",".join(drawn)).hexdigest()
+            for answer, name in zip(answers, drawn, strict=True):
+                store.set(answer, f"{name.decode()},{own}")
+            answered = drawn
+        mark = answers[place.rank]
+        for_me, _, found = store.get(mark).decode().partition(",") if store.check([mark]) else ("", "", "")
+        if for_me == mine and found != prefix:
+            prefix, awaited = found, [f"{found}-{rank}" for rank in ranks]
             store.set(awaited[place.rank], "")
-            if store.check(awaited):
-                return prefix
+        if prefix and place.rank == 0 and store.check(awaited):
+            store.set(f"{prefix}-all", "")
+        if prefix and store.check([f"{prefix}-all"]):
+            return prefix
         time.sleep(0.05)
-    raise _absent([rank for rank in ranks if not store.check([awaited[rank]])], place, timeout, at)
+    raise _absent([rank for rank in ranks if not store.check([awaited[rank]])] or [0], place, timeout, at)

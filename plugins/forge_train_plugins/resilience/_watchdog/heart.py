@@ -30,6 +30,10 @@ LONGEST_BEAT = 10.0
 """Seconds between heartbeats, at most."""
 LAST_WORDS = 30.0
 """Seconds that ranks wait for the one that speaks for all, before they end by themselves."""
+CROWD = 64
+"""Ranks above which not every rank reads the heartbeats of all."""
+SPEAKERS = 8
+"""The lowest ranks of such a crowd, whose heartbeats all read."""
 
 
 class Heart:
@@ -62,10 +66,10 @@ class Heart:
         if self._thread.ident is not None:
             return
         rank = self._job.dist.rank
-        for folder in (self._folder, self._stalled):
+        for folder, names in ((self._folder, (".json",)), (self._stalled, (".txt", "-collectives.json"))):
             folder.mkdir(parents=True, exist_ok=True)
-            for old in folder.glob(f"rank-{rank}[.-]*"):  # of an earlier attempt
-                old.unlink(missing_ok=True)
+            for name in names:  # of an earlier attempt; thousands of ranks do not list a folder of thousands of files
+                (folder / f"rank-{rank}{name}").unlink(missing_ok=True)
         self._step = step
         self._beat(0.0, stalled=False)  # a process that stops at once is known, too
         self._thread.start()
@@ -144,26 +148,48 @@ class Heart:
         rank, late = self._job.dist.rank, clock() - self._since
         dump(self._stalled / f"rank-{rank}.txt")
         last = dump_collectives(self._stalled / f"rank-{rank}-collectives.json")
-        beats, silent = self._hear(late, last)
+        speaks, patience = self._lower(late, last), LAST_WORDS
+        if speaks is None:
+            beats, silent = self._hear(late, last)
+            speaks = min((other for other, beat in beats.items() if beat.stalled and other not in silent), default=rank)
+        else:
+            patience += 4 * self._patience  # it may still be hearing the others
         if self._marks != marks or self._over.is_set():
             log.warning("Step %d went on after %.0f s in %s.", self._step + 1, late, self._part)
             return False
-        speaks = min((other for other, beat in beats.items() if beat.stalled and other not in silent), default=rank)
         if speaks == rank:
             self._speak(beats, silent)
             return True
-        deadline = time.monotonic() + LAST_WORDS
+        deadline = time.monotonic() + patience
         while self._marks == marks and not self._over.wait(self._interval):
             if time.monotonic() > deadline:
                 self._end(rank, f"Rank {rank} ends: a step has stalled, and rank {speaks} does not say where.")
         return self._over.is_set()
 
+    @property
+    def _patience(self) -> float:
+        """Seconds in which a rank that is alive gives a heartbeat."""
+        return max(self._interval * 5, 1.0)
+
+    def _lower(self, late: float, last: str) -> int | None:
+        """In a crowd, a rank among the lowest that is late too, and speaks; None if this rank has to hear all. So the
+        files that all ranks read together grow with their number, and not with its square."""
+        few = range(min(self._job.dist.rank, SPEAKERS if self._job.dist.world > CROWD else 0))
+        deadline = time.monotonic() + 2 * self._patience
+        while few and time.monotonic() < deadline:
+            self._beat(late, stalled=True, last=last)
+            for other in few:
+                if (beat := Heartbeat.read(self._folder, other)) and beat.stalled:
+                    return other
+            if self._over.wait(self._interval):
+                break
+        return None
+
     def _hear(self, late: float, last: str) -> tuple[dict[int, Heartbeat], set[int]]:
         """The heartbeats of all ranks, and those that give none; until all are late, or have had time to be."""
         world, folder = range(self._job.dist.world), self._folder
         first = {rank: Heartbeat.read(folder, rank) for rank in world}
-        patience = max(self._interval * 5, 1.0)
-        deadline = time.monotonic() + 2 * patience
+        deadline = time.monotonic() + 2 * self._patience
         while True:
             self._beat(late, stalled=True, last=last)
             beats = {rank: beat for rank in world if (beat := Heartbeat.read(folder, rank))}
