@@ -162,6 +162,6 @@ def test_a_search_takes_the_rate_of_each_kind(tmp_path: Path) -> None:
     file.write_text(ClusterFile(found(samples(RATES)), PRODUCTS).text("fp32", "mine"), encoding="utf-8")
     one = Candidate(1, 1, 1, 1, 2, 1, 1, 1, 1, Variant(()))
     sent = [Sent("reduce_scatter", "tp", 2, 3.0, 3e6)]
-    took = speed(one, cluster(str(file)), "fp32", 1e9, sent, Memory(1.0, 1.0, 1.0), None)
+    took = speed(one, cluster(str(file)), "fp32", 1e9, {}, sent, Memory(1.0, 1.0, 1.0), None)
     rate = RATES["reduce_scatter"]
     assert took.blocking == pytest.approx(1.5e6 / rate.bandwidth + 3 * rate.latency, rel=1e-3)
