@@ -85,5 +85,8 @@ judge(forge("verify learn.toml --nproc 2 -p cp -s parallel.cp=2 -p ./broken.py -
 #
 # ## Try
 #
-# - `-s cp.method=ring` and `-s cp.method=ulysses`. Who sends to whom, and how many bytes?
-# - `-s decoder.kv_heads=1`: one head of keys and values for all heads of queries. What becomes of the gather?
+# - Two other methods. Who sends to whom, and how many bytes?
+#   `forge trace learn.toml --nproc 2 -p cp -s parallel.cp=2 -s train.micro_batch=4 -p eager -s cp.method=ring --json`
+#   `forge trace learn.toml --nproc 2 -p cp -s parallel.cp=2 -s train.micro_batch=4 -s cp.method=ulysses --json`
+# - One head of keys and values for all heads of queries. What becomes of the gather?
+#   `forge trace learn.toml --nproc 2 -p cp -s parallel.cp=2 -s train.micro_batch=4 -s decoder.kv_heads=1 --json`

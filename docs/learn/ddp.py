@@ -71,8 +71,7 @@ print(f"{weights:,} B of weights; rank 0 sends {reduced['all_reduce']['sent']:,.
 #
 # ## Break it
 #
-# This plugin has each rank go on with the gradients of its own rows: it remembers them, and puts them back where
-# `ddp` has averaged them.
+# This plugin lets `ddp` average, and then gives every rank the gradients of its own rows back.
 
 # %%
 Path("broken.py").write_text('''
@@ -80,37 +79,42 @@ from forge_train import Plugin, hookimpl
 
 
 class Broken(Plugin):
-    """Undoes the average."""
+    """Leaves every rank the gradients of its own rows."""
 
     @hookimpl
-    def on_start(self, job, model):
-        if job.dist.world == 1:
-            return
-        own, average = {}, model.after_backward
-        for parameter in model.parts[0].parameters():
-            parameter.register_hook(lambda grad, of=parameter: own.update({of: grad.clone()}))
+    def on_start(self, model):
+        own, finish = {}, model.after_backward
 
-        def undone():
-            average()
-            for parameter, grad in own.items():
-                parameter.grad.copy_(grad)
+        def keep(weight):
+            own[weight] = weight.grad.clone()
 
-        model.after_backward = undone
+        def restore():
+            finish()
+            for weight, gradient in own.items():
+                weight.grad = gradient
+
+        model.after_backward = restore
+        for weight in model.parts[0].parameters():
+            weight.register_post_accumulate_grad_hook(keep)
 ''')
 judge(forge("verify learn.toml --nproc 2 -p ddp -p ./broken.py --steps 2"))
 
 # %% [markdown]
 # Every rank trains, the loss falls on each of them, and after a while there are two different models. The first check
-# to look at is *replicas*: parameters that must be equal on all ranks, bit for bit.
+# to look at is *replicas*: parameters that must be equal on all ranks, bit for bit. The checkpoint has the weights of
+# only one of the two models, so that line follows from the same fault.
 #
 # ## Try
 #
-# - `-s train.micro_batch=1`: two micro-batches. Is anything sent more often?
-# - `-s ddp.bucket_mb=0.05` makes buckets of 0.05 MiB. Which gradients are sent first?
+# - Two micro-batches. Is anything sent more often?
+#   `forge trace learn.toml --nproc 2 -p ddp -s train.micro_batch=1 --json`
+# - Buckets of 0.05 MiB. Which gradients are sent first?
+#   `forge trace learn.toml --nproc 2 -p ddp -s ddp.bucket_mb=0.05 --json`
 #
 # <details><summary>Answers</summary>
 #
-# - No: ranks add the gradients of their micro-batches, and exchange the sum once.
-# - Those of the head and of the last layer, with which the backward pass begins.
+# - No. Gradients add up on each rank, and are sent in the backward pass of the last micro-batch alone.
+# - Those of the head, the last norm and `layers.1.feed_forward.down` (57,472 B), which the backward pass completes
+#   first. Those of the embedding come last.
 #
 # </details>

@@ -17,8 +17,9 @@
 # %% [markdown]
 # ## A real step
 #
-# `forge trace` trains up to a step on two processes of this machine, and records each collective of that step. On a
-# terminal it prints totals; with `--json`, which the helper `forge` adds, it has every call.
+# `forge trace` trains up to a step on two processes of this machine, and records each collective of that step.
+# On the screen it shows totals; the rows below are in its `--json`, which the helper `forge` asks for, and on the page
+# of `--out trace.html`.
 
 # %%
 step = forge("trace learn.toml --nproc 2 -p fsdp2")
@@ -31,18 +32,20 @@ show(first)
 # - **forward, all_gather**: five groups of weights. The norm before the head (128 B) belongs to the model itself;
 #   embedding, each layer and head are groups of their own. The column of modules says where the rank was when it
 #   asked.
-# - **backward, reduce_scatter**: the same five groups, as soon as the backward pass has left a group's module: head,
-#   layers in reverse, embedding. The last norm is a parameter of the model itself, which is left last of all, so its
-#   128 B come late.
-# - **backward, all_gather**: only three, `layers.1`, `layers.0` and the embedding. The head and the last norm were not
-#   dropped, as the backward pass begins with them. FSDP2 asks *ahead*: the gather for a group starts while the one
-#   after it still computes, so the column of modules names a place before the group that is gathered. This hides the
-#   transfer behind work. The table of the embedding is gathered although its gradient does not need it: FSDP2 does
-#   not know what a module computes.
-# - **all_reduce by forge**: a few bytes. How many tokens count in the loss of this step and how many there are, in
-#   order that each has the same weight on whichever rank; the squared gradient norm for clipping; the loss for the
-#   log; and whether some rank was asked to stop.
-# - No collective spreads the update: each rank updates its shares, and the next forward pass gathers them.
+# - **backward, reduce_scatter**: the same five groups. Head and layers come in reverse, as soon as the gradients of a
+#   group are complete. FSDP2 knows that from the gradient of the group's input. The whole model and the embedding have
+#   tokens as input, which get no gradient; so the last norm (128 B) and the embedding wait for the end of the backward
+#   pass. It was in the embedding last, so both rows name `embedding`.
+# - **backward, all_gather**: only three: `layers.1`, `layers.0`, and the embedding. The head and the last norm were not
+#   dropped, as the backward pass begins with them. FSDP2 asks *ahead*: when the backward pass arrives at a group, the
+#   group after it in that pass is gathered. The column names the module that it has just left: none for `layers.1`
+#   (asked for at the head), `norm` for `layers.0` (at `layers.1`), and `layers.1` for the embedding (at `layers.0`).
+#   This hides the transfer behind work. The gradient of an embedding does not need its weights; FSDP2 treats all groups
+#   alike, and gathers it nevertheless.
+# - **update**: no all_gather. Each rank updates its share, and the next forward pass's gathers bring it to the others.
+# - **all_reduce by forge**: a few bytes. How many tokens count in this step and the sum of their weights (two numbers
+#   of 8 B), in order that each has the same weight on whichever rank; the squared gradient norm for clipping; the loss
+#   for the log; and whether some rank was asked to stop.
 #
 # ## The formula
 #
@@ -112,15 +115,15 @@ judge(forge("verify learn.toml --nproc 2 -p fsdp2 -p ./broken.py --steps 2"))
 # %% [markdown]
 # ## Try
 #
-# - `-s fsdp2.reshard=never` (ZeRO-2) keeps gathered weights until the backward pass has used them. Which rows of the
-#   table go away?
-# - `-s train.micro_batch=1` makes two micro-batches. How many times is a layer gathered, and how many times reduced?
-# - `--out trace.html` shows the same step on a time line.
+# - ZeRO-2 keeps gathered weights until the backward pass has used them. Which rows of the table go away?
+#   `forge trace learn.toml --nproc 2 -p fsdp2 -s fsdp2.reshard=never --json`
+# - Two micro-batches. How many times is a layer gathered, and how many times reduced?
+#   `forge trace learn.toml --nproc 2 -p fsdp2 -s train.micro_batch=1 --json`
+# - The same step on a time line: `forge trace learn.toml --nproc 2 -p fsdp2 --out trace.html`
 #
 # <details><summary>Answers</summary>
 #
-# - The three gathers of the backward pass.
-# - Each layer is gathered four times, in both passes of both micro-batches (16 gathers in all), and reduced once, after
-#   the last.
+# - The three all_gathers of the backward pass.
+# - A layer is gathered four times, once for each pass of each micro-batch, and reduced once, in the last one.
 #
 # </details>

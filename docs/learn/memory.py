@@ -131,5 +131,5 @@ for name, options in (("healthy", ""), ("broken", "-p ./broken.py")):
 #
 # ## Try
 #
-# - `-p lion`: one state for each weight. What does `forge plan` say of the optimizer then?
-# - `-s train.micro_batch=1`: half of the activations, for twice as many passes.
+# - One state for each weight. How large is the optimizer then? `forge plan learn.toml --world 2 -p fsdp2 -p lion`
+# - Half of the activations, for twice as many passes: `forge plan learn.toml --world 2 -p fsdp2 -s train.micro_batch=1`

@@ -75,5 +75,7 @@ judge(forge("verify learn.toml --nproc 2 -p fsdp2 -p ./broken.py --steps 2"))
 #
 # ## Try
 #
-# - `-s muon.dtype=fp32`: how many bytes are exchanged?
-# - `-p tp -s parallel.tp=2` instead of `fsdp2`. Are the matrices exchanged too?
+# - Matrices in fp32. How many bytes are exchanged?
+#   `forge trace learn.toml --nproc 2 -p fsdp2 -p muon -s muon.dtype=fp32 --json`
+# - Tensor parallelism instead of `fsdp2`. Are the matrices exchanged too?
+#   `forge trace learn.toml --nproc 2 -p tp -p muon -s parallel.tp=2 --json`

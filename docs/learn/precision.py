@@ -69,5 +69,6 @@ print(verdict["advice"][0].partition(": ")[2])
 #
 # ## Try
 #
-# - `-p tp -s parallel.tp=2 -s train.precision=bf16`: in which dtype are hidden states summed?
+# - Tensor parallelism. In which dtype are hidden states summed?
+#   `forge trace learn.toml --nproc 2 -p tp -s parallel.tp=2 -s train.precision=bf16 --json`
 # - `forge verify learn.toml --against precision=bf16`: how far is bf16 from fp32?

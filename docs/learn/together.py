@@ -21,7 +21,7 @@ first = [call for call in step["calls"] if call["rank"] == 0]
 show(first)
 
 # %% [markdown]
-# This is the whole step of rank 0. Take one layer in the forward pass: FSDP2 gathers the other half of *this rank's
+# This is the step of rank 0, in order. Take one layer of the forward pass: FSDP2 gathers the other half of *this rank's
 # part* of its weights; then each block gathers tokens along `tp` and sums along `tp`. With whom?
 
 # %%
@@ -36,19 +36,22 @@ for axis in ("dp_shard", "tp"):
 # | collective | axis | what for |
 # |---|---|---|
 # | all_gather by `fsdp2` | `dp_shard` | the other half of this rank's part of the weights, before each pass |
-# | reduce_scatter by `fsdp2` | `dp_shard` | the mean of gradients over rows; each rank receives its half |
-# | all_gather by `tp`, forward | `tp` | the tokens of both ranks, before a block and before the head |
-# | reduce_scatter by `tp`, forward | `tp` | the sum of parts, after embedding and blocks; each receives its tokens |
+# | reduce_scatter by `fsdp2` | `dp_shard` | the mean of both ranks' gradients; each receives its half |
+# | all_gather by `tp`, forward | `tp` | the tokens of both ranks, before a block |
+# | reduce_scatter by `tp`, forward | `tp` | the sum of outputs of a block, or the embedding; each gets its tokens |
 # | both, backward | `tp` | the same for gradients, with the kinds exchanged |
 # | all_reduce by `tp`, forward | `tp` | the softmax over a vocabulary that is split |
 # | all_reduce by `tp`, gradients | `tp` | gradients of norms, of which each rank has the part of its tokens |
-# | all_reduce by `forge`, data | `dp_shard` | the tokens that count: ranks along `tp` have the same ones |
-# | all_reduce by `forge`, three times | `dp_shard`, `tp`, `dp_shard` | squares for the gradient norm |
-# | all_reduce by `forge`, the last of the gradients | `dp_shard` | the loss for the log |
-# | all_reduce by `forge`, update | all ranks | requests to stop |
+# | all_reduce by `forge`, data | `dp_shard` | how many tokens count in this step, and the sum of their weights |
+# | all_reduce by `forge`, `total_norm` | see column | squared gradient norms; see below |
+# | all_reduce by `forge`, gradients, last | `dp_shard` | the loss, for the log |
+# | all_reduce by `forge`, update | all ranks | whether some rank was asked to stop |
 #
-# The squares of split matrices are added up along both axes. Norms are whole along `tp`, so theirs are added along
-# `dp_shard` alone. And their gradients have 320 B here, where they had 640 B without FSDP2, which keeps half.
+# The squared norm takes three calls of 4 B. Gradients that are split along both axes are summed over one axis and then
+# over the other; those of the norms, which `tp` does not split, over `dp_shard` alone.
+#
+# The gradients of the norms along `tp` have 320 B and not 640, as on two ranks with `tp` alone: by then, FSDP2 has
+# left each rank half of them.
 #
 # ## The formula
 #
@@ -110,32 +113,36 @@ class Late(TensorParallel):
         transform = super().parallelize(job)
         return transform and replace(transform, phase=Phase.SHARD, after=("data_parallel",))
 ''')
-refused = forge(f"verify learn.toml {layout.replace('-p tp', '-p ./broken.py')}")
-print(refused["error"].partition("tp: ")[2].partition(".")[0])
+forge(f"verify learn.toml {layout.replace('-p tp', '-p ./broken.py')}")
 
 # %% [markdown]
-# The composition is refused before a step is taken. Had it been accepted, each rank would have split a shard instead
-# of a matrix, and computed with the wrong columns.
+# The composition is refused before a step is taken, with exit code 2. Had it been accepted, each rank would have split
+# a shard instead of a matrix, and computed with the wrong columns.
 #
-# Now find a fault yourself: take the broken plugin of [FSDP2](fsdp2.md) and that of [tensor parallelism](tp.md) as
-# `one.py` and `other.py`, run each on this layout, and say by `forge trace` and `forge verify` which axis it has
-# forgotten.
+# Now find a fault yourself: take the broken plugin of [FSDP2](fsdp2.md) and that of [tensor parallelism](tp.md), run
+# each on this layout, and say by `forge trace` and `forge verify` which axis each of them has forgotten. Both are
+# called `broken.py` and `Broken`: save them as `one.py` and `two.py`, and trace with `-p ./one.py`, then
+# with `-p ./two.py`.
 #
 # <details><summary>Answer</summary>
 #
-# The trace of FSDP2's has one reduce-scatter along `dp_shard` less, that of `layers.1`. Its shards get no gradient,
-# which is what `verify` says; along `tp`, less is summed only because the norms of that layer have none. The other's
-# has no all_reduce by `tp` among the gradients, and `verify` says that gradients of norms are not reduced over `tp`.
+# That of FSDP2 has forgotten `dp_shard`: in the trace, `fsdp2` has four calls of reduce_scatter along it and not five.
+# `forge verify` names the parameters without a gradient, and no axis: FSDP2 keeps what it has not reduced to itself.
+# Along `tp`, the sum of the norms' gradients has 128 B less: the two norms of that layer have none to sum.
+#
+# That of tensor parallelism has forgotten `tp`: the all_reduce of the norms' gradients along it is missing.
+# `forge verify` names the norms, and the axis.
 #
 # </details>
 #
 # ## Try
 #
-# - `--nproc 4 -p fsdp2 -s parallel.dp_replicate=2 -s train.micro_batch=1`, without `tp`: hybrid sharding. Which
-#   collective is new, over which axis, and why does it have half of the bytes?
+# - Hybrid sharding, without `-p tp`. Which collective is new, over which axis, and why does it have half of the bytes?
+#   `forge trace learn.toml --nproc 4 -p fsdp2 -s parallel.dp_replicate=2 -s train.micro_batch=1 --json`
 #
 # <details><summary>Answer</summary>
 #
-# An all-reduce along `dp_replicate`, of the gradients: each rank has scattered them already, and keeps half.
+# An all_reduce by `fsdp2` over `dp_replicate`, after each reduce_scatter. By then a rank has only its half of the
+# gradients, and sums it with the ranks that keep the same half.
 #
 # </details>

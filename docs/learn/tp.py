@@ -34,11 +34,11 @@ show(first)
 # - **forward, all_reduce**: the head is split by the vocabulary, and a softmax needs all of it. Instead of gathering
 #   logits, ranks exchange three numbers per token: the largest logit, the sum of the exponentials, and the logit of
 #   the target. With 100,000 tokens in the vocabulary this is the difference between kilobytes and gigabytes.
-# - **backward**: the same calls in reverse, with gather and reduce exchanged. The softmax needs none: each rank knows
-#   the sum over the vocabulary, and the gradient of its own logits follows from that.
+# - **backward**: the same calls in reverse, with gather and reduce exchanged.
+#   The softmax has no call there: every rank has the sum of the exponentials from the forward pass, and so the gradient
+#   of its own logits.
 # - **gradients, all_reduce by tp**: each rank computed the norms for its half of the tokens, so it has one part of
-#   their gradients. The matrices need no such sum: each rank multiplied *all* tokens by its part of a matrix, so the
-#   gradient of that part is complete.
+#   their gradients. A matrix needs no such sum: its rank saw all tokens, and nobody else has that part of it.
 # - **all_reduce by forge**: the gradient norm, and whether some rank was asked to stop. Both ranks have the same
 #   rows, so there are no tokens to count.
 #
@@ -93,15 +93,16 @@ judge(forge("verify learn.toml --nproc 2 -p tp -s parallel.tp=2 -p ./broken.py -
 #
 # ## Try
 #
-# - `-s tp.sequence_parallel=false`: hidden states stay whole between blocks. Which kinds of collectives remain, and
-#   does a rank send more or less (`sent`)?
-# - `--nproc 4 -p fsdp2`, and without `-s train.micro_batch=4`: both together. The column of axes tells whose collective
-#   each is.
+# - Hidden states stay whole between blocks. Which kinds of collectives remain, and do bytes change?
+#   `forge trace learn.toml --nproc 2 -p tp -s parallel.tp=2 -s train.micro_batch=4 -s tp.sequence_parallel=false`
+# - Both together, without `-s train.micro_batch=4`. The column of axes tells whose collective each is.
+#   `forge trace learn.toml --nproc 4 -p tp -p fsdp2 -s parallel.tp=2 --json`
 #
 # <details><summary>Answers</summary>
 #
-# - All-reduces alone, half as many as gathers and reduce-scatters before. Each sends as much as one of both, so a rank
-#   sends the same.
-# - `tp` gathers and scatters hidden states along `tp` as before; `fsdp2` gathers and scatters weights along `dp_shard`.
+# - All-reduces alone, of the same 16,384 B, each in the place of a reduce_scatter and an all_gather. An all-reduce
+#   sends as much as both, so the bytes sent are the same. The sum of the norms' gradients goes away: each rank has all
+#   tokens.
+# - `dp_shard` is FSDP2's, `tp` is tensor parallelism's: see [All together](together.md).
 #
 # </details>

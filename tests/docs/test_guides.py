@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 
 import warm
 from crossed import marked
+from forge_train_tools.configuration.request import Request
+from forge_train_tools.configuration.setup import resolve
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
@@ -48,6 +52,36 @@ def test_every_source_is_a_guide_in_the_order_of_the_index() -> None:
     assert sources == set(guides.GUIDES) == set(drawings.PICTURES)
     index = (guides.LEARN / "index.md").read_text(encoding="utf-8")
     assert tuple(re.findall(r"\]\((\w+)\.md\)", index)) == guides.GUIDES
+
+
+TRIED = re.compile(r"`forge (?:trace|verify|plan) learn\.toml ([^`…]+)`")
+
+
+def _tried(name: str) -> list[str]:
+    """Options of the commands that a guide has its reader try."""
+    text = guides.recorded(name).cells[-1].source
+    assert "## Try" in text
+    return TRIED.findall(text)
+
+
+@pytest.mark.parametrize("name", guides.GUIDES)
+def test_what_a_reader_tries_can_be_composed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    helpers = (guides.LEARN / f"{guides.SETUP}.py").read_text(encoding="utf-8")
+    exec(helpers, {})  # writes learn.toml
+    parser = argparse.ArgumentParser()
+    for options in (("--nproc", "--world"), ("--out",), ("--against",)):
+        parser.add_argument(*options, default="1")
+    for letter in ("-p", "-s"):
+        parser.add_argument(letter, action="append", default=[])
+    parser.add_argument("--json", action="store_true")
+    for command in _tried(name):
+        asked = parser.parse_args(shlex.split(command))
+        resolve(Request("learn.toml", tuple(asked.p), set=tuple(asked.s)), world=int(asked.nproc))
+
+
+def test_the_guides_that_are_read_first_say_the_whole_command() -> None:
+    assert all(_tried(name) for name in ("ddp", "fsdp2", "tp", "together"))
 
 
 @pytest.mark.slow

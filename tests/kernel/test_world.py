@@ -183,6 +183,7 @@ def test_what_is_said_of_several_failures() -> None:
     mistake = [WorkerResult(rank, 2, "own", "no such plugin") for rank in (0, 1)]
     assert Ended(mistake).complaint() == "no such plugin"
     assert Ended(mistake).code == 2
+    assert Ended([*mistake, WorkerResult(2, 1, "lost", "Connection closed by peer")]).complaint() == "no such plugin"
     killed = WorkerResult(1, 1, "killed", "was killed by SIGKILL.")
     assert Ended([killed, lost[0]]).complaint() == "Rank 1 was killed by SIGKILL.\nRank 0 ended because of it."
     full = [WorkerResult(rank, 1, "own", f"no space: {rank + 3}.5 KiB left\nMake room.") for rank in (2, 0)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import fakes
 from forge_train import ConfigError
+from forge_train_plugins.parallel._tp import layers
 from forge_train_plugins.parallel._tp.plan import read
 from forge_train_plugins.parallel._tp.replicas import whole_parameters
 from forge_train_plugins.parallel.tp import TensorParallel
@@ -151,3 +153,9 @@ def test_an_unknown_style_names_the_module_that_declares_it_and_its_plugin() -> 
         read(Whole(), 2, lambda module: f"plugin 'mine' with {len(list(module.children()))} part")
     assert "'block.up': there is no style 'colwize'. Did you mean 'colwise'? The styles are voc" in str(caught.value)
     assert str(caught.value).endswith("It is declared by Block of plugin 'mine' with 1 part.")
+
+
+def test_a_weight_that_is_sharded_already_is_a_composition_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "DTensor", nn.Parameter)
+    with pytest.raises(ConfigError, match="is sharded already"):
+        layers._shard(nn.Parameter(torch.ones(2)), 0, None)  # type: ignore[arg-type]

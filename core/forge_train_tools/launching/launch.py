@@ -175,6 +175,8 @@ class Ended:
             return first.message  # a mistake that every rank found
         colon = "" if first.kind in ("killed", "hung") else ":"
         alike = [one for one in others if one.kind == first.kind == "own" and _sense(one) == _sense(first)]
+        if alike and first.code == ConfigError.code and all(one in alike or one.kind == "lost" for one in others):
+            return first.message  # the rest was lost before it could find the same mistake
         lines = [f"{_ranks([first, *alike])}{colon} {first.message}"]
         unlike = [one for one in others if one.kind in ("own", "killed") and one not in alike]
         lines += [f"{one.who} failed too: {_line(one)}" for one in unlike][:3]

@@ -31,8 +31,9 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
     if not (missing or pure or other):
         other = nearly
     if missing:
-        where = "any parameter" if len(missing) == len(everything) else group(missing, everything)
-        arrives = f"No gradient{of} arrives at {where}"
+        nobody = not set(everything) - set(missing)
+        arrives = f"No {'parameter receives a ' if nobody else ''}gradient{of}"
+        arrives += "" if nobody else f" arrives at {group(missing, everything)}"
         yield f"{arrives}: something detaches it, or leaves it out.{end}"
     for ratio, found in sorted(pure.items(), key=lambda pair: -len(pair[1])):
         names = [offender.name for offender in found]
@@ -50,7 +51,8 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
         else:
             yield (
                 f"The gradients{of} of {group(names, everything)} are {ratio:g} times what they should be, and no "
-                f"others: an averaging factor of that group alone, or a constant.{hint}{end}"
+                f"others: an averaging factor of that group alone, or a constant in a plugin: verify without each of "
+                f"yours.{hint}{end}"
             )
     if other:
         names = [offender.name for offender in other]
@@ -105,15 +107,14 @@ def _rounded(offenders: Sequence[Offender]) -> bool:
 
 def size_hint(ratio: float, layout: Recording) -> str:
     """The sizes of the layout that a wrong factor may come from."""
-    sizes = layout.layout.axes()
-    found = [f"{axis} is {size}" for axis, size in sizes.items() if _factor(ratio, size)]
-    if not found and _factor(ratio, averaged := layout.layout.grad_average_size):
-        found = [f"{averaged} ranks average gradients"]
+    sizes = {axis: size for axis, size in layout.layout.axes().items() if size > 1}
+    sizes["the number of ranks that gradients are averaged over"] = layout.layout.grad_average_size
+    found = [
+        f"{axis} is {size}"
+        for axis, size in sizes.items()
+        if size > 1 and (abs(ratio - size) < 1e-3 * size or abs(ratio * size - 1) < 1e-3)
+    ]
     return f" ({', '.join(found)}.)" if found else ""
-
-
-def _factor(ratio: float, size: int) -> bool:
-    return size > 1 and (abs(ratio - size) < 1e-3 * size or abs(ratio * size - 1) < 1e-3)
 
 
 def group(names: Sequence[str], parameters: Mapping[str, str]) -> str:

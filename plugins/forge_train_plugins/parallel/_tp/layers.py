@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from forge_train import PluginError
+from forge_train import ConfigError, PluginError
 from forge_train.mesh.tensors import local
 from forge_train_kit.model import TensorStyle
 from forge_train_kit.specialisation import Specialisation
@@ -99,7 +99,7 @@ def split(module: nn.Module, dim: int, region: Region, made: dict[int, nn.Parame
 
 def _shard(parameter: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Parameter:
     if isinstance(parameter, DTensor):
-        raise PluginError("tp: a weight is sharded already; tensor parallelism comes before whatever shards weights.")
+        raise ConfigError("tp: a weight is sharded already; tensor parallelism comes before whatever shards weights.")
     count, rank = mesh.size(), mesh.get_local_rank()
     each = -(-parameter.shape[dim] // count)
     start = min(rank * each, parameter.shape[dim])
