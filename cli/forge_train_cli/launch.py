@@ -60,6 +60,7 @@ def launch() -> None:
 def _command(name: str, kind: type[Launcher]) -> click.Command:
     """The command of a launcher."""
     from forge_train_tools.launchers.job import Machines
+    from forge_train_tools.launchers.launcher import Launcher
 
     def call(request: Request, run_dir: str, job: str, out: str, **more: Any) -> int:
         more["name"] = _name(more.pop("run_name"))
@@ -74,7 +75,7 @@ def _command(name: str, kind: type[Launcher]) -> click.Command:
     actions = [
         click.Option([f"--{action}"], is_flag=True, help=text)
         for action, text in ACTIONS.items()
-        if getattr(kind, action) is not getattr(kind.__mro__[-2], action)
+        if getattr(kind, action) is not getattr(Launcher, action)
     ]
     fixed = [
         click.Option(["--name", "run_name"], metavar="NAME", help="The run is DIR/NAME; by default CONFIG's name."),

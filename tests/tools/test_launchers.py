@@ -344,6 +344,10 @@ class Site(Launcher):
 
     def status(self, job):
         return ("echo", job.id, "runs")
+
+class Half(Launcher):
+    def files(self, job):
+        return {}
 '''
 
 
@@ -353,7 +357,9 @@ def test_a_launcher_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyP
     info = tmp_path / "our_site-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: our-site\nVersion: 1.0\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[forge_train.launchers]\nsite = our_site:Site\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(
+        "[forge_train.launchers]\nsite = our_site:Site\nhalf = our_site:Half\n", encoding="utf-8"
+    )
     (tmp_path / "tiny.toml").write_text(DECODER, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -368,3 +374,5 @@ def test_a_launcher_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (wrong.code, "train.global_batch" in wrong.err) == (2, True)
     unknown = forge("launch", "sitee")
     assert (unknown.code, "There is no launcher 'sitee'. Did you mean 'site'?" in unknown.err) == (2, True)
+    half = forge("launch", "half", "tiny.toml", "--nproc", "2")
+    assert (half.code, "The launcher 'half': our_site:Half lacks submit." in half.err) == (2, True), half.err

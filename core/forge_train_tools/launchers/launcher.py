@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -48,7 +49,7 @@ class Submitted:
     """Working folder of the job."""
 
 
-class Launcher:
+class Launcher(ABC):
     """Base of launchers: writes a job as a cluster's own files, and knows the commands of its client.
 
     A command is a list of arguments and never passes through a shell. A launcher without `status`, `logs` or `cancel`
@@ -72,21 +73,21 @@ class Launcher:
         """Settings of each run of a job that has several; they are checked before anything is written."""
         return [[]]
 
+    @abstractmethod
     def files(self, job: ClusterJob) -> Mapping[str, str]:
         """Name → text of the files; the first is what `submit` submits. Each has `MARK` near its beginning.
 
         Raises:
             ConfigError: for what this cluster can't do.
         """
-        raise NotImplementedError
 
     def existing(self, job: ClusterJob) -> Sequence[str]:
         """The command that prints a line for each job that already has this name; empty if `submit` refuses them."""
         return ()
 
+    @abstractmethod
     def submit(self, job: ClusterJob, file: Path) -> Sequence[str]:
         """The command that submits a file."""
-        raise NotImplementedError
 
     def submitted(self, job: ClusterJob, said: str) -> str:
         """The job's id, from what the client printed."""
@@ -129,6 +130,8 @@ def find(name: str) -> type[Launcher]:
         raise ConfigError(f"The launcher {name!r}: {point.value} can't be loaded: {describe(error)}") from error
     if not (isinstance(found, type) and issubclass(found, Launcher)):
         raise ConfigError(f"The launcher {name!r}: {point.value} is no subclass of {Launcher.__name__}.")
+    if lacking := sorted(found.__abstractmethods__):
+        raise ConfigError(f"The launcher {name!r}: {point.value} lacks {' and '.join(lacking)}.")
     return found
 
 
