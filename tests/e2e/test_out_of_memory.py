@@ -47,13 +47,13 @@ WIDE = (
     *("-s", "train.sequence=1024", "-s", "train.global_batch=12", "-s", "train.micro_batch=6"),
 )
 """Activations are most of what this takes."""
-LARGE = ("-s", "decoder.dim=512", "-s", "decoder.vocabulary=16384")
-"""Parameters are: 20 million of them, four bytes each, and twice that in the optimizer."""
+LARGE = ("-s", "decoder.dim=512", "-s", "decoder.vocabulary=65536")
+"""Parameters are: 64 million of them, four bytes each, and twice that in the optimizer."""
 CASES = {
-    "building": (*LARGE, "-s", "cap.at=building", "-s", "cap.room=25"),
+    "building": (*LARGE, "-s", "cap.at=building", "-s", "cap.room=100"),
     "forward": (*WIDE, "-s", "cap.at=forward", "-s", "cap.room=8"),
     "backward": (*WIDE, "-s", "cap.at=backward", "-s", "cap.room=8"),
-    "optimizer": (*LARGE, "-s", "cap.at=optimizer", "-s", "cap.room=25"),
+    "optimizer": (*LARGE, "-s", "cap.at=optimizer", "-s", "cap.room=100"),
     "recomputing": (*WIDE, "-p", "ac", "-s", "train.micro_batch=1", "-s", "cap.at=forward", "-s", "cap.room=1"),
 }
 MIB = 2**20
