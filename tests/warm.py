@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    *("torch._dynamo", "torch.distributed.fsdp"),
-    *("forge_train.engine", "forge_train_tools.launching.agent"),
+    *("torch._dynamo", "torch.distributed.fsdp", "tensorboard.compat.proto.summary_pb2", "pydantic.main"),
+    *("forge_train.engine", "forge_train_kit.data.plugin", "forge_train_kit.data.tokenizers.added"),
+    *("forge_train_kit.model", "forge_train_kit.optim", "forge_train_cli.app", "forge_train_tools.configuration.setup"),
+    *("forge_train_tools.launching.agent", "forge_train_tools.offline.opening", "forge_train_tools.verification"),
 )
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORKS = sys.platform == "linux"
