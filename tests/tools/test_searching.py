@@ -118,3 +118,5 @@ def test_a_world_without_layouts_is_named_with_the_nearest_that_has_one(space: S
     assert (made.ranked, made.nearest, made.fitting) == ([], None, 24)
     with pytest.raises(ConfigError, match=r"No layout of 23 ranks .*: train\.global_batch .* ranks that fits is 24\."):
         raise nothing_fits(made)
+    made.refused.update({"train.sequence: … tokens are no multiple of … × parallel.cp": 10**6})
+    assert "…" not in str(nothing_fits(made)), "numbers that are left out explain nothing"

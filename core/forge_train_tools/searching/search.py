@@ -15,7 +15,7 @@ from ..configuration.request import Request
 from ..configuration.setup import resolve
 from ..planning.clusters import Cluster
 from .candidates import Candidate
-from .space import Found, Space, rule
+from .space import MASK, Found, Space, rule
 
 ENOUGH = 2000
 """Legal layouts that fit after which the search ends."""
@@ -178,7 +178,9 @@ def why_slower(one: Found, best: Found) -> str:
 def nothing_fits(made: Search) -> ConfigError:
     """The error of a search in which no layout fits, with the nearest that does and what it lacks."""
     if made.nearest is None:
-        reason, count = made.refused.most_common(1)[0] if made.refused else ("there is none", 0)
+        # A rule that can be said without numbers explains more than one whose numbers were left out.
+        told = sorted(made.refused.items(), key=lambda one: (MASK in one[0], -one[1]))
+        reason, count = told[0] if told else ("there is none", 0)
         other = f"; the nearest number of ranks that fits is {made.fitting}" if made.fitting else ""
         return ConfigError(f"No layout of {made.world} ranks is possible: {reason} ({count} layouts){other}.")
     nearest, memory = made.nearest, made.cluster.memory

@@ -28,6 +28,8 @@ from .stages import Cut
 from .variants import Choice, Variant, options_of, pinned_keys
 from .weights import Weights, entries_of, repetitions, weights_of
 
+MASK = "…"
+"""Stands for the numbers of one layout."""
 DEEPEST = 32
 """Pipeline stages beyond which nothing is searched."""
 WIDEST = 64
@@ -177,4 +179,4 @@ class Space:
 
 def rule(reason: str) -> str:
     """A reason without the numbers of one layout, so that equal ones count together."""
-    return re.sub(r"\d[\d,.]*", "…", reason.split("\n", 1)[0].split(" (", 1)[0])
+    return re.sub(r"\d[\d,.]*", MASK, reason.split("\n", 1)[0].split(" (", 1)[0])
