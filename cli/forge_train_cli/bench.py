@@ -49,7 +49,7 @@ def bench() -> None:
     """
 
 
-@click.command(short_help="Measure training.")
+@click.command(short_help="Measure training; the default, which need not be named.")
 @run_options()
 @click.option(
     "--turns",
