@@ -73,10 +73,8 @@ def test_a_schedule_with_too_few_micro_batches_says_what_would_do(
     assert problem("dualpipe_v") == ""
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    ["1f1b", *(pytest.param(one, marks=pytest.mark.extended) for one in ("interleaved_1f1b", "zbv"))],
-)
+@pytest.mark.extended  # test_planning_alike.py has that in CI
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
 def test_few_micro_batches_tell_what_all_would(forge: Forge, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """Where a whole rehearsal would take long; a stage like another one is not rehearsed at all."""
     arguments = (*FOUR, "-s", f"pp.schedule={schedule}", "--json")
