@@ -12,16 +12,12 @@ from pathlib import Path
 import pytest
 
 import warm
-from crossed import marked
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
 drawings, guides = (importlib.import_module(name) for name in ("drawings", "guides"))
-
-OFTEN = ("fsdp2",)
-"""Guides that CI runs on each change."""
 
 
 @pytest.mark.parametrize("name", guides.GUIDES)
@@ -85,7 +81,7 @@ def test_the_guides_that_are_read_first_say_the_whole_command() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", marked(guides.GUIDES, set(guides.GUIDES) - {*OFTEN}))
+@pytest.mark.parametrize("name", guides.GUIDES)
 def test_a_run_prints_what_the_guide_shows(tmp_path: Path, name: str) -> None:
     with warm.program(tmp_path) as programs:
         assert guides.outputs(guides.run(name, programs)) == guides.outputs(guides.recorded(name))
