@@ -36,7 +36,10 @@ class Benches(LazyGroup):
     cls=Benches,
     table={
         DEFAULT: (".bench:training", "Measure training; the default, which need not be named."),
-        "collectives": (".bench_collectives:collectives", "Measure collectives and products, and write a cluster file."),
+        "collectives": (
+            ".bench_collectives:collectives",
+            "Measure collectives and products, and write a cluster file.",
+        ),
     },
     short_help="Measure this machine.",
 )
