@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -64,16 +64,19 @@ def collectives(
         raise ConfigError(f"--nproc {nproc} starts processes, and these are {place.size} already: leave it out.")
     if (nproc or place.size) < 2:
         raise ConfigError("Collectives need two ranks or more: add --nproc N, or start this command with torchrun.")
-    if out is not None and place.rank == 0 and Path(out).exists():
-        raise ConfigError(f"{out} exists; name another file.")
+    if out is not None and place.rank == 0:
+        if Path(out).exists():
+            raise ConfigError(f"{out} exists; name another file.")
+        if not (folder := Path(out).absolute().parent).is_dir():
+            raise ConfigError(f"--out {out}: the folder {folder} does not exist.")
     setup = resolve(request, data=False, measured=False)
     products = products_of(setup)
-    arguments = {
+    arguments: dict[str, Any] = {
         "device": setup.config.run.device, "largest": int(largest * 2**20), "repeat": repeat, "shapes": list(products),
     }  # fmt: skip
     with waiting("measuring"):
         call = f"{worker.__module__}:{worker.__name__}"
-        found = launch_once(call, arguments, nproc) if nproc else worker(**arguments)  # type: ignore[arg-type]
+        found = launch_once(call, arguments, nproc) if nproc else worker(**arguments)
     if place.rank:
         return
     made = ClusterFile(found, products)

@@ -31,6 +31,13 @@ def test_two_ranks_are_measured(forge: Forge, folder: Path) -> None:
     assert "here.toml exists; name another file" in forge(*MEASURE, "--out", "here.toml", fails=2).err
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    forge: Forge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge_train_tools.launching.once.launch_once", lambda *_: pytest.fail("it was measured"))
+    assert "--out nowhere/here.toml: the folder" in forge(*MEASURE, "--out", "nowhere/here.toml", fails=2).err
+
+
 def test_one_process_has_no_collectives(forge: Forge) -> None:
     assert "add --nproc N" in forge("bench", "collectives", "tiny.toml", fails=2).err
 
