@@ -24,7 +24,7 @@ SHOWN = 12
 
 
 def run(request: Request, world: int, nodes: int | None, others: Mapping[str, object], *, as_json: bool) -> int:
-    """Check, show the result, and return the exit code: 1 for a fault.
+    """Check, show the result, and return the exit code: 1 for a fault, and where something could not be checked.
 
     Raises:
         ConfigError: for options that have no effect here.
@@ -41,7 +41,7 @@ def run(request: Request, world: int, nodes: int | None, others: Mapping[str, ob
         click.echo(dumps(dataclasses.asdict(checked), indent=1))
     else:
         _show(checked, str(setup.config.source))
-    return 1 if checked.faults else 0
+    return 1 if checked.faults or checked.notes else 0
 
 
 def _show(checked: Checked, source: str) -> None:
@@ -67,6 +67,8 @@ def _show(checked: Checked, source: str) -> None:
         screen.line(f"  … {len(checked.faults) - SHOWN} more; --json has all", "dim")
     for note in checked.notes:
         screen.line(f"Not checked: {note}", "yellow")
-    if not checked.faults:
+    if checked.notes and not checked.faults:
+        screen.line("No fault in what was checked.", "yellow")
+    elif not checked.faults:
         screen.line("")
         screen.line("All ranks make the same calls in every group, and no circle of ranks waits for itself.", "green")

@@ -25,6 +25,21 @@ class Alone(Plugin):
             return Applied(part, (part.units[0],))
         return Transform(Phase.RECOMPUTE, "alone", apply)
 '''
+READS = '''
+import torch
+from forge_train import Applied, Phase, Plugin, Transform, hookimpl
+
+class Reads(Plugin):
+    """A model that reads values in its forward pass."""
+    api = (1, 0)
+
+    @hookimpl
+    def parallelize(self, job):
+        def apply(part):
+            part.register_forward_hook(lambda module, given, hidden: hidden * (1 if hidden.sum() > 0 else 2))
+            return Applied(part, (part.units[0],))
+        return Transform(Phase.RECOMPUTE, "reads", apply)
+'''
 TWO = ("plan", "tiny.toml", "--world", "2", "-p", "fsdp2", "-s", "train.global_batch=4", "--check-collectives")
 
 
@@ -46,6 +61,18 @@ def test_a_rank_alone(
     assert "Fault: skipped" in shown
     assert f"planted.py:{line}, in apply" in " ".join(shown.split())
     assert "composition" in shown
+
+
+def test_what_cannot_be_checked_is_not_passed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "reading.py").write_text(READS)
+    monkeypatch.syspath_prepend(str(folder))
+    assert run([*TWO, "-p", "reading:Reads"]) == 1
+    shown = capsys.readouterr().out
+    assert "Not checked: collectives from forward on" in shown
+    assert "No fault in what was checked." in shown
+    assert "All ranks make the same calls" not in shown
 
 
 @pytest.mark.parametrize("option", ["--search", "--schedules", "--device=h100"])

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forge_train.base.errors import ForgeError
 from forge_train.compose.compose import compose
 from forge_train.contract.batch import MicroBatch
 from forge_train.contract.model import Model
@@ -117,21 +116,12 @@ class Ranks:
             allocate_all(job, model)
             stepper = build_stepper(job, model, _Parts(order, found))
             self.micro_batches = passes_of(stepper, found, exact=False)
-            try:
+            whole = False
+            with found.trying(lambda: "collectives of the optimizer"):
                 first_step(model, stepper.optimizer)
                 whole = True
-            except ForgeError:
-                raise
-            except Exception as error:  # an optimizer that reads values has no fake step
-                found.not_found("collectives of the optimizer", error)
-                whole = False
-        try:
-            with quiet():
-                self._rehearse(stepper, order, fake, whole=whole)
-        except ForgeError:
-            raise
-        except Exception as error:  # so has a model
-            found.not_found(f"collectives from {order.part} on", error)
+        with found.trying(lambda: f"collectives from {order.part} on"), quiet():
+            self._rehearse(stepper, order, fake, whole=whole)
         return found.notes
 
     def _rehearse(self, stepper: Stepper, order: Order, fake: FakeTensorMode, *, whole: bool) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_train.base.errors import describe
+from forge_train.base.errors import ForgeError, describe
 from forge_train_kit.pipeline.timetable import Timetable
 
 from .communication import Collective
@@ -55,8 +56,16 @@ class Recorded:
     """True if the step could not be taken."""
     notes: list[str] = field(default_factory=list)
 
-    def not_found(self, what: str, error: Exception) -> None:
-        self.notes.append(f"{what}: not known before it is allocated ({describe(error)})")
+    @contextmanager
+    def trying(self, what: Callable[[], str]) -> Iterator[None]:
+        """Note that something could not be found, and go on: a model or an optimizer that reads values has no fake
+        step. What a run would be refused for is raised."""
+        try:
+            yield
+        except ForgeError:
+            raise
+        except Exception as error:
+            self.notes.append(f"{what()}: not known before it is allocated ({describe(error)})")
 
 
 @dataclass

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forge_train.base.errors import ForgeError
 from forge_train.compose.initialise import retie, tied_groups
 from forge_train.contract.batch import Batch, MicroBatch
 from forge_train.contract.model import Model
@@ -75,21 +74,13 @@ def rehearse(
             rehearsal.watch(name)
         optimizer = rehearsal.stepper.optimizer
         found.sets = parameter_sets(optimizer.param_groups)
-        try:
+        with found.trying(lambda: "optimizer"):
             first_step(model, optimizer)
             found.optimizer = held_bytes(state_of(optimizer))
-        except ForgeError:
-            raise
-        except Exception as error:  # an optimizer that reads values has no fake step
-            found.not_found("optimizer", error)
-    try:
-        with quiet():
-            rehearsal.rehearse(fake)
-    except ForgeError:
-        raise
-    except Exception as error:  # so has a model
-        found.failed = True
-        found.not_found("activations and communication", error)
+    found.failed = True
+    with found.trying(lambda: "activations and communication"), quiet():
+        rehearsal.rehearse(fake)
+        found.failed = False
     return found
 
 
