@@ -32,19 +32,18 @@ LIMITS = {"efficiency": (0.2, 1.0), "ampere": (0.2, 1.0), "network": (0.1, 1.0)}
 """Constants of time, and what they can be."""
 
 
-def seconds(planned: Planned, efficiency: float, network: float, *, hides: bool = True, narrow: bool = False) -> float:
+def seconds(planned: Planned, efficiency: float, network: float, *, narrow: bool = False) -> float:
     """The time of a step.
 
     Args:
         planned: numbers of its plan.
         efficiency: share of the peak that products reach.
         network: share of the links' bandwidth that collectives reach.
-        hides: whether work hides collectives of data parallelism; a CPU does both.
         narrow: whether products of layers are in 8 bits, twice as fast.
     """
     products = planned.compute * (1 - planned.narrow / 2 if narrow else 1) / efficiency
     work = products + planned.memory + planned.between
-    exposed = max(planned.hidden / network - (work if hides else 0.0), 0.0)
+    exposed = max(planned.hidden / network - work, 0.0)
     return (work + planned.blocking / network) * planned.stretch + exposed
 
 

@@ -1,4 +1,4 @@
-"""Layouts of small models on two ranks of this machine, timed side by side, and scores of a forecast of them."""
+"""Layouts that a search found for small models, timed side by side on two ranks, and scores of its forecast."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,67 +21,88 @@ from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.launching.meeting import meet
 from forge_train_tools.launching.once import launch_once
+from forge_train_tools.measuring.cluster_file import ClusterFile, products_of
+from forge_train_tools.planning.clusters import cluster
+from forge_train_tools.searching.search import chosen, search
 
-WORLD = 2
+WORLD, COUNT = 2, 16
 MODELS = {
     "wide": ("decoder.dim=512", "decoder.layers=4", "decoder.heads=8", "decoder.vocabulary=2048"),
     "deep": ("decoder.dim=256", "decoder.layers=12", "decoder.heads=4", "decoder.vocabulary=512"),
 }
 SHARED = ("train.global_batch=8", "train.sequence=256", "decoder.max_sequence=256", "synthetic.isolate=false",
           "synthetic.vocabulary=512", "train.evaluate_every=0", "checkpoint.every=0", "run.device=cpu")  # fmt: skip
-LAYOUTS = {
-    "ddp, 4 at a time": (("ddp",), ("parallel.dp_shard=2", "train.micro_batch=4")),
-    "ddp, 1 at a time": (("ddp",), ("parallel.dp_shard=2", "train.micro_batch=1")),
-    "ddp, recomputed": (("ddp", "ac"), ("parallel.dp_shard=2", "train.micro_batch=4")),
-    "zero1, 2 at a time": (("zero1",), ("parallel.dp_shard=2", "train.micro_batch=2")),
-    "fsdp2, 4 at a time": (("fsdp2",), ("parallel.dp_shard=2", "train.micro_batch=4")),
-    "fsdp2, 1 at a time": (("fsdp2",), ("parallel.dp_shard=2", "train.micro_batch=1")),
-    "fsdp2, reduced each": (("fsdp2",), ("parallel.dp_shard=2", "train.micro_batch=1", "fsdp2.reduce=each")),
-    "fsdp2, recomputed": (("fsdp2", "ac"), ("parallel.dp_shard=2", "train.micro_batch=1")),
-    "tp, 8 at a time": (("tp",), ("parallel.tp=2", "train.micro_batch=8")),
-    "tp, 1 at a time": (("tp",), ("parallel.tp=2", "train.micro_batch=1")),
-    "cp, 8 at a time": (("fsdp2", "cp"), ("parallel.cp=2", "train.micro_batch=8")),
-    "pp, 2 micro-batches": (("pp",), ("parallel.pp=2", "train.micro_batch=4")),
-    "pp, 8 micro-batches": (("pp",), ("parallel.pp=2", "train.micro_batch=1")),
-}
+LARGEST, REPEAT = 16 << 20, 5
+"""Bytes of the largest collective that is measured, and how often each is."""
 
 
-def request(model: str, layout: str) -> Request:
-    plugins, settings = LAYOUTS[layout]
-    return Request(config="quickstart", plugins=("synthetic", *plugins), set=(*SHARED, *MODELS[model], *settings))
+@dataclass
+class Timed:
+    """A layout with its forecast and its measurement."""
+
+    layout: str
+    forecast: float
+    """Seconds of a step."""
+    wall: float = 0.0
+    """The least seconds of a step."""
+    cpu: float = 0.0
+    """The same of both ranks' CPUs, halved."""
 
 
-def timed(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Model → layout → the least seconds of a step by the wall, and by the CPUs of all ranks together."""
-    return {model: launch_once("live:worker", {"model": model, "rounds": rounds}, WORLD)["found"] for model in MODELS}
+def request(model: str) -> Request:
+    """The configuration that is searched."""
+    return Request(config="quickstart", plugins=("synthetic",), set=(*SHARED, *MODELS[model]))
 
 
-def worker(model: str, rounds: int) -> Mapping[str, Any]:
+def measured(model: str, file: Path) -> None:
+    """Write the cluster file of this machine as `forge bench collectives` does."""
+    products = products_of(resolve(request(model), data=False, measured=False))
+    arguments = {"device": "cpu", "largest": LARGEST, "repeat": REPEAT, "shapes": list(products)}
+    found = launch_once("forge_train_tools.measuring.timing:worker", arguments, WORLD)
+    file.write_text(ClusterFile(found, products).text("fp32", model), encoding="utf-8")
+
+
+def timed(model: str, file: Path, rounds: int) -> tuple[int, list[Timed]]:
+    """Search, and time the best layout and others, spread evenly over all in the order of their forecasts.
+
+    Args:
+        model: of `MODELS`.
+        file: the cluster file.
+        rounds: steps of each.
+    """
+    ranked = search(request(model), world=WORLD, cluster=cluster(str(file))).ranked
+    some = [ranked[round(at * (len(ranked) - 1) / (COUNT - 1))] for at in range(COUNT)]
+    requests = [chosen(request(model), one.candidate) for one in some]
+    layouts = [{"plugins": one.plugins, "without": one.without, "set": one.set} for one in requests]
+    took = launch_once("live:worker", {"layouts": layouts, "rounds": rounds}, WORLD)["found"]
+    return len(ranked), [Timed(str(one.candidate), one.speed.step, *two) for one, two in zip(some, took, strict=True)]
+
+
+def worker(layouts: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> Mapping[str, Any]:
     """Take a step of every layout in turn, so that other load on the machine meets all alike."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         outer = stack.enter_context(DistributedContext.join(Layout(dp_shard=WORLD), "cpu", meet=meet))
-        steppers = {}
-        for layout in LAYOUTS:
-            setup = resolve(request(model, layout), world=WORLD)
+        steppers = []
+        for layout in layouts:
+            setup = resolve(Request("quickstart", **{key: tuple(some) for key, some in layout.items()}), world=WORLD)
             own = stack.enter_context(DistributedContext.join(Layout.of(setup.config.parallel, WORLD), "cpu"))
             job = Job.of(setup.config, setup.hooks, Run(folder), own)
             prepare_process(job)
-            steppers[layout] = (assemble(job), Progress())
-        wall: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
-        busy: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+            steppers.append((assemble(job), Progress()))
+        wall: list[list[float]] = [[] for _ in layouts]
+        busy: list[list[float]] = [[] for _ in layouts]
         for _ in range(rounds + 1):
-            for layout, (stepper, progress) in steppers.items():
+            for at, (stepper, progress) in enumerate(steppers):
                 outer.barrier()
                 began, cpu = time.perf_counter(), time.process_time()
                 stepper.run(progress)
                 spent = time.process_time() - cpu
                 outer.barrier()
-                wall[layout].append(max(outer.gather_objects(time.perf_counter() - began)))
-                busy[layout].append(sum(outer.gather_objects(spent)))
-        found = {
-            layout: {"wall": min(wall[layout][1:]), "cpu": min(busy[layout][1:])} for layout in LAYOUTS
-        }  # the first step allocates
+                wall[at].append(max(outer.gather_objects(time.perf_counter() - began)))
+                busy[at].append(sum(outer.gather_objects(spent)) / WORLD)
+        # the first step allocates
+        found = [(min(wall[at][1:]), min(busy[at][1:])) for at in range(len(layouts))]
     return {"code": 0, "found": found}
 
 
@@ -90,6 +112,6 @@ def kendall(ones: Sequence[float], others: Sequence[float]) -> float:
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
 
 
-def loss_of_pick(measured: Mapping[str, float], forecast: Mapping[str, float]) -> float:
+def loss_of_pick(measured: Sequence[float], forecast: Sequence[float]) -> float:
     """By how much the layout with the best forecast is slower than the best one."""
-    return measured[min(forecast, key=lambda one: forecast[one])] / min(measured.values()) - 1
+    return measured[min(range(len(forecast)), key=lambda one: forecast[one])] / min(measured) - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,7 +137,6 @@ def test_a_time_counts_each_part_once(bench: Any) -> None:
     work = 4.0 + 0.1 + 0.4
     seconds = bench.forecasting.seconds
     assert seconds(planned, 0.5, 0.5) == pytest.approx((work + 0.6) * 1.5 + 20 - work)
-    assert seconds(planned, 0.5, 0.5, hides=False) == pytest.approx((work + 0.6) * 1.5 + 20)
     work = 3.0 + 0.1 + 0.4
     assert seconds(planned, 0.5, 0.5, narrow=True) == pytest.approx((work + 0.6) * 1.5 + 20 - work)
 
@@ -176,8 +174,7 @@ def test_kendalls_tau_and_the_loss_of_a_pick(bench: Any) -> None:
     assert bench.live.kendall([1, 2, 3], [10, 20, 30]) == 1
     assert bench.live.kendall([1, 2, 3], [3, 2, 1]) == -1
     assert bench.live.kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
-    assert bench.live.loss_of_pick({"a": 1.0, "b": 1.5}, {"a": 3.0, "b": 2.0}) == pytest.approx(0.5)
-    assert bench.live.loss_of_pick({"a": 1.0, "b": 1.5}, {"a": 1.0, "b": 2.0}) == 0
-    assert len(bench.live.LAYOUTS) >= 12
+    assert bench.live.loss_of_pick([1.0, 1.5], [3.0, 2.0]) == pytest.approx(0.5)
+    assert bench.live.loss_of_pick([1.0, 1.5], [1.0, 2.0]) == 0
+    assert bench.live.COUNT >= 12
     assert len(bench.live.MODELS) == 2
-    assert math.prod(len(one) for one in (bench.live.MODELS, bench.live.LAYOUTS)) >= 24

@@ -36,6 +36,8 @@ def found(some: list[Sample], *, local: int = 4, world: int = 4) -> dict[str, An
         "samples": [dataclasses.asdict(one) for one in some],
         "products": {"fp32": [4e10, 1e11, 8e10], "bf16": [1e11, 1e11, 2e11]},
         "bandwidth": 2e10,
+        "launch": 1e-5,
+        "hides": False,
         "memory": 16e9,
         "local": local,
         "world": world,
@@ -94,7 +96,7 @@ def test_the_file_read_back_gives_the_measured_times(tmp_path: Path) -> None:
     work = 3 * 64 * 8 * 8 + 64 * 16 * 8
     seconds = 3 * 64 * 8 * 8 / 4e10 + 64 * 16 * 8 / 1e11
     assert made.efficiency == pytest.approx(work / seconds / 1e11, rel=1e-3)
-    numbers = {"devices", "memory", "bandwidth", "efficiency", "peak"}
+    numbers = {"devices", "memory", "bandwidth", "efficiency", "launch", "hides", "peak"}
     links = {f"links.node.{key}" for key in ("bandwidth", "latency", "measured")}
     assert set(made.sources) == numbers | links
     assert all("measured 20" in made.sources[key] for key in ("bandwidth", "efficiency", "peak", *links))
@@ -162,6 +164,6 @@ def test_a_search_takes_the_rate_of_each_kind(tmp_path: Path) -> None:
     file.write_text(ClusterFile(found(samples(RATES)), PRODUCTS).text("fp32", "mine"), encoding="utf-8")
     one = Candidate(1, 1, 1, 1, 2, 1, 1, 1, 1, Variant(()))
     sent = [Sent("reduce_scatter", "tp", 2, 3.0, 3e6)]
-    took = speed(one, cluster(str(file)), "fp32", 1e9, {}, sent, Memory(1.0, 1.0, 1.0), None)
+    took = speed(one, cluster(str(file)), "fp32", 1e9, {}, 0.0, 0.0, sent, Memory(1.0, 1.0, 1.0), None)
     rate = RATES["reduce_scatter"]
     assert took.blocking == pytest.approx(1.5e6 / rate.bandwidth + 3 * rate.latency, rel=1e-3)

@@ -7,15 +7,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
 from forge_train.base.errors import ConfigError
 from forge_train_tools.planning import plan
-from forge_train_tools.planning.clusters import cluster
+from forge_train_tools.planning.clusters import Cluster, Link, cluster
 from forge_train_tools.searching.candidates import Candidate, layouts, micro_batches
+from forge_train_tools.searching.forms import Memory, Sent
 from forge_train_tools.searching.search import chosen, nothing_fits, rank, search, setup_of
 from forge_train_tools.searching.space import Space
+from forge_train_tools.searching.speed import Speed, speed
+from forge_train_tools.searching.variants import Variant
 from searched import composes, every_candidate, request, verdict
 
 FEW = request(
@@ -77,8 +81,37 @@ def test_memory_agrees_with_the_rehearsal(space: Space) -> None:
         assert made.memory.peak is not None
         assert space.forms.memory(one).parameters == pytest.approx(made.memory.parameters, rel=0.01)
         errors.append(abs(space.forms.memory(one).peak / made.memory.peak - 1))
+        assert made.roofline is not None
+        moved = space.forms.between(one) / space.cluster.bandwidth
+        assert moved == pytest.approx(made.roofline.fusible, rel=0.2)  # bytes at the ends of so short a model count
     assert len(errors) == 2  # pipelines and tensor parallelism, with sharding
     assert max(errors) < 0.1
+
+
+@pytest.mark.slow
+def test_kernels_are_as_many_as_in_a_rehearsal(space: Space) -> None:
+    (one,) = (
+        one
+        for one in space.candidates()
+        if (one.shards, one.dp_replicate, one.micro_batch, one.accumulation) == (4, 1, 2, 3)
+    )
+    whole = space.composer.rehearse(one.variant, {"dp_shard": 4}, micro_batch=2, accumulation=3)
+    assert space.forms.kernels(one) == pytest.approx(whole.of("kernels", space.composer.repetitions), rel=0.05)
+
+
+@pytest.mark.unit
+def test_a_cpu_hides_neither_collectives_nor_launches() -> None:
+    one = Candidate(1, 1, 2, 1, 1, 1, 1, 1, 1, Variant(()))
+    sent = [Sent("all_gather", "dp_shard", 2, 1.0, 2e9)]
+
+    def step(**known: Any) -> Speed:
+        link = Link("node", 1e9, 1e-9)
+        made = Cluster("mine", 2, 1e9, 1e9, 1.0, {"fp32": 1e9}, (link,), launch=1e-3, **known)
+        return speed(one, made, "fp32", 2e9, {}, 1e9, 2500.0, sent, Memory(0.0, 0.0, 0.0), None)
+
+    beside, alone = step(), step(hides=False)
+    assert (beside.compute, beside.between, beside.exposed) == pytest.approx((2.0, 1.0, 0.0))
+    assert (alone.compute, alone.between, alone.exposed) == pytest.approx((2.0, 3.5, 1.0))
 
 
 @pytest.mark.unit

@@ -118,6 +118,8 @@ class ClusterFile:
             f"memory = {found['memory']:.6g}",
             f"bandwidth = {found['bandwidth']:.4g}",
             f"efficiency = {self.efficiency(precision):.4g}",
+            f"launch = {found['launch']:.3g}",
+            f"hides = {dumps(found['hides'])}",
             "",
             "[peak]",
             *(f"{name} = {value:.4g}" for name, value in self.peaks.items()),
@@ -126,7 +128,11 @@ class ClusterFile:
             "devices": "ranks of a node in the measurement",
             "memory": "physical memory of a node over its ranks" if found["device"].startswith("CPU") else "the driver",
             "bandwidth": f"{when}: a copy, read and written, on all ranks at once",
-            "efficiency": f"{when}: matrix products of {model} in {precision} over the peak",
+            "efficiency": f"{when}: matrix products of {model} and of their gradients in {precision} over the peak",
+            "launch": f"{when}: kernels of 16 numbers and their gradients, one after the other",
+            "hides": "a processor has no other to work beside it"
+            if not found["hides"]
+            else "kernels run beside the host",
             "peak": f"{when}: the fastest matrix product, on all ranks at once",
         }
         fits = self.fits

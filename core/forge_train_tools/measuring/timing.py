@@ -31,6 +31,15 @@ SQUARE = {"cpu": 1024, "cuda": 8192}
 """Rows of the square product that is measured beside those of the model."""
 LONGEST = 2e10
 """FLOPs of a product on a CPU, whose rows are limited to that."""
+BETWEEN = {"cpu": 256, "cuda": 2048}
+"""Rows of the square product before each collective."""
+ROUNDS = 8
+"""Products, with or without a collective, that are timed at once."""
+SHORTEST = 1e-6
+"""Seconds of a collective that costs nothing beside the product."""
+CHAIN = 32
+"""Kernels in a row that measure what one takes beside its work."""
+COLLECTIVES = torch.ops._c10d_functional
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Shape = tuple[int, int, int]
 """Rows, columns and depth of a product."""
@@ -53,11 +62,14 @@ def worker(device: Device, largest: int, repeat: int, shapes: Sequence[Shape]) -
             for name, dtype in DTYPES.items()
         }
         copied = _everybody(context, [2 * COPIED / _copy(context, repeat)])[0]
+        launch = _everybody(context, [_launch(context, repeat)])[0]
         return {
             "code": 0,
             "samples": samples,
             "products": products,
             "bandwidth": copied,
+            "launch": launch,
+            "hides": context.device.type != "cpu",
             "memory": _memory(context),
             "local": place.local_size,
             "world": place.size,
@@ -79,54 +91,86 @@ def collectives(context: DistributedContext, largest: int, repeat: int) -> Itera
             held = SMALLEST
             while held <= largest:
                 call = _call(kind, context, group, ranks, held)
-                yield Sample(kind, ranks, held, _slowest(context, call, repeat))
+                yield Sample(kind, ranks, held, _between_layers(context, call, repeat))
                 held *= 8
 
 
 def _call(kind: str, context: DistributedContext, group: Any, ranks: int, held: int) -> Callable[[], object]:
-    """A collective with so many bytes of fp32 on the larger side."""
+    """A collective with so many bytes of fp32 on the larger side, begun and waited for as DTensors do it."""
     count = -(-held // 4 // ranks) * ranks
     whole = torch.ones(count, device=context.device)
-    part, other = whole[: count // ranks].clone(), torch.empty_like(whole)
+    part, name = whole[: count // ranks].clone(), group.group_name
     at = context.rank % ranks
     partner = context.rank - at + (at + ranks // 2) % ranks
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(other, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "send": lambda: dist.send(whole, partner, group) if at < ranks // 2 else dist.recv(other, partner, group),
+    if kind == "send":
+        return lambda: dist.send(whole, partner, group) if at < ranks // 2 else dist.recv(whole, partner, group)
+    begin: dict[str, Callable[[], Tensor]] = {
+        "all_reduce": lambda: COLLECTIVES.all_reduce(whole, "sum", name),
+        "all_gather": lambda: COLLECTIVES.all_gather_into_tensor(part, ranks, name),
+        "reduce_scatter": lambda: COLLECTIVES.reduce_scatter_tensor(whole, "sum", ranks, name),
+        "all_to_all": lambda: COLLECTIVES.all_to_all_single(
+            whole, [count // ranks] * ranks, [count // ranks] * ranks, name
+        ),
     }
-    return calls[kind]
+    return lambda: COLLECTIVES.wait_tensor(begin[kind]())
 
 
-def _slowest(context: DistributedContext, call: Callable[[], object], repeat: int) -> float:
-    """The shortest time in which all ranks have done the call."""
-    times = []
+def _between_layers(context: DistributedContext, call: Callable[[], object], repeat: int) -> float:
+    """What a call adds to a product before it, as layers have it: ranks come to it apart, and their cores have work
+    beside it. Alone, one after the other, collectives of small messages are several times as fast."""
+    size = BETWEEN.get(context.device.type, 256)
+    one = torch.randn(size, size, device=context.device)
+    both: list[float] = []
+    alone: list[float] = []
     for _ in range(repeat + 1):
-        context.barrier()
-        elapsed = stopwatch(context.device)
-        call()
-        times.append(elapsed())
-    slowest = torch.tensor(times[1:], device=context.device, dtype=torch.float64)
-    return float(context.all_reduce(slowest, "max").min())
+        for times, act in ((alone, lambda: None), (both, call)):
+            context.barrier()
+            elapsed = stopwatch(context.device)
+            for _ in range(ROUNDS):
+                one @ one
+                act()
+            times.append(elapsed() / ROUNDS)
+    every = torch.tensor([alone[1:], both[1:]], device=context.device, dtype=torch.float64)
+    least = context.all_reduce(every, "max").min(1).values
+    return max(float(least[1] - least[0]), SHORTEST)
 
 
 def product(context: DistributedContext, shape: Shape, dtype: torch.dtype, repeat: int) -> float:
-    """FLOP/s of a matrix product, the best of some; on a CPU of fewer rows if it would take seconds.
+    """FLOP/s of a layer's matrix product and of the two for its gradients, the best of some; on a CPU of fewer rows if
+    they would take seconds.
 
     Args:
         context: whose device multiplies; all ranks at once.
         shape: rows, columns and depth.
-        dtype: of both matrices.
+        dtype: of all matrices.
         repeat: how often.
     """
     rows, columns, depth = shape
     if context.device.type == "cpu":
-        rows = max(min(rows, int(LONGEST / (2 * columns * depth))), 16)
-    one = torch.randn(rows, depth, device=context.device).to(dtype)
-    other = torch.randn(columns, depth, device=context.device).to(dtype)
-    return 2.0 * rows * columns * depth / _shortest(context, lambda: one @ other.T, repeat)
+        rows = max(min(rows, int(LONGEST / (6 * columns * depth))), 16)
+    inputs = torch.randn(rows, depth, device=context.device).to(dtype)
+    weight = torch.randn(columns, depth, device=context.device).to(dtype)
+    gradient = torch.randn(rows, columns, device=context.device).to(dtype)
+
+    def layer() -> None:
+        inputs @ weight.T
+        gradient @ weight
+        gradient.T @ inputs
+
+    return 6.0 * rows * columns * depth / _shortest(context, layer, repeat)
+
+
+def _launch(context: DistributedContext, repeat: int) -> float:
+    """Seconds of a kernel that has next to nothing to do, with its share of autograd."""
+    one = torch.ones(16, device=context.device, requires_grad=True)
+
+    def chain() -> None:
+        last = one
+        for _ in range(CHAIN):
+            last = last * one
+        torch.autograd.grad(last.sum(), one)
+
+    return _shortest(context, chain, repeat) / (4 * CHAIN)  # a product, its two gradients, and their sum
 
 
 def _copy(context: DistributedContext, repeat: int) -> float:
@@ -135,7 +179,7 @@ def _copy(context: DistributedContext, repeat: int) -> float:
     return _shortest(context, lambda: other.copy_(one), repeat)
 
 
-def _shortest(context: DistributedContext, call: Callable[[], Tensor], repeat: int) -> float:
+def _shortest(context: DistributedContext, call: Callable[[], object], repeat: int) -> float:
     call()
     context.barrier()
     times = []

@@ -83,6 +83,11 @@ class Cluster:
     """dtype → dense FLOP/s; torch multiplies in fp32 outside of tensor cores unless told otherwise."""
     links: tuple[Link, ...]
     """From the fastest level to the slowest."""
+    launch: float = 0.0
+    """Seconds of a kernel beside its work: to find and begin it."""
+    hides: bool = True
+    """Whether kernels run beside the host that launches them, and beside collectives of other layers: a CPU does all of
+    it itself, one after the other."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Number → where it comes from."""
 
@@ -200,9 +205,13 @@ def _fields(cls: type, given: Mapping[str, Any], where: str) -> Any:
             raise ConfigError(f"{where}: there is no {key!r}.{nearest(key, fields)}")
         if fields[key].type in ("int", "float"):
             _check(where, key, value, whole=fields[key].type == "int")
-        elif not isinstance(value, wanted := {"str": str, "tuple[Link, ...]": tuple}.get(str(fields[key].type), dict)):
-            raise ConfigError(f"{where}: {key} must be a {'text' if wanted is str else 'table'}, found {value!r}.")
+        elif not isinstance(value, wanted := _TYPES.get(str(fields[key].type), dict)):
+            raise ConfigError(f"{where}: {key} must be {_WORDS.get(wanted, 'a table')}, found {value!r}.")
     return cls(**given)
+
+
+_TYPES: Mapping[str, type] = {"str": str, "bool": bool, "tuple[Link, ...]": tuple}
+_WORDS: Mapping[type, str] = {str: "a text", bool: "true or false"}
 
 
 def _check(where: object, key: str, value: object, *, whole: bool = False) -> None:

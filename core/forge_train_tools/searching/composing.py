@@ -53,8 +53,8 @@ class Point:
     unit's backward pass has ended; `end`, from the first unit's, beyond gradients; `update`, in the optimizer's step.
     Each grows evenly with the units, which the largest of them does not. At rest: `parameters`, `buffers`,
     `gradients`, `optimizer`, `unsharded`. Of work: `flops` of kernels, those of modules with a peak of their own once
-    more as `flops KEY`, and `bytes` of those that nothing fuses. Of communication, by kind and axes: `calls KIND AXES`
-    and `held KIND AXES`.
+    more as `flops KEY`, bytes of the kernels `between` products, and how many `kernels` there are. Of communication, by
+    kind and axes: `calls KIND AXES` and `held KIND AXES`.
     """
 
     rest: Numbers
@@ -169,7 +169,8 @@ class Composer:
             "update": max(found.update_peak - rest, 0),
             "flops": sum(kernel.flops * times for kernel, times in found.kernels.items()),
             **{f"flops {key}": flops for key, flops in recorded.apart.items()},
-            "bytes": sum(kernel.bytes * times for kernel, times in found.kernels.items() if not kernel.fusible),
+            "between": sum(kernel.bytes * times for kernel, times in found.kernels.items() if kernel.fusible),
+            "kernels": sum(found.kernels.values()),
         }
         for one in sent:
             factor = 1.0 if one.kind == "send" else (2.0 if one.kind == "all_reduce" else 1.0) * (1 - 1 / one.ranks)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .candidates import Candidate
 from .composing import Point
-from .laws import PAIR, SENDING, Laws, WeightsOf, get
+from .laws import ALONE, PAIR, SENDING, Laws, WeightsOf, get
 from .points import Kinds, Points
 from .schedules import Schedule, Schedules
 from .stages import Cut, Holding
@@ -56,6 +56,7 @@ class Forms(Laws):
         super().__init__(points, schedules, cut, weights, hidden)
         self._filled, self._shared = cache(self._fillings), cache(self._of_weights)
         self._sent_by_tokens, self._pipelined = cache(self._of_tokens), cache(self._with_pipeline)
+        self._repeated, self._launched = cache(self._of_micro_batches), cache(self._of_kernels)
         self._buffers = cache(lambda: points.at(points.base, PAIR).of("buffers", points.composer.repetitions))
 
     def _with_pipeline(self, choice: Choice) -> Variant:
@@ -98,9 +99,43 @@ class Forms(Laws):
 
     def flops(self, c: Candidate, name: str = "flops") -> float:
         """Of a micro-batch, on the rank with most; with a name, those of modules with a peak of their own."""
-        kinds, schedule = self.points.kinds(c.variant), self.schedule(c)
-        unit, rest = (sum(self._number(kinds, c, name, per)) for per in ("unit", "rest"))
-        return max(unit * one.repeats + rest * one.head for one in self.cut.holdings(schedule))
+        kinds = self.points.kinds(c.variant)
+        return self._most(c, *(sum(self._number(kinds, c, name, per)) for per in ("unit", "rest")))
+
+    def between(self, c: Candidate) -> float:
+        """Bytes that kernels between products read and write in a step, on the rank with most."""
+        kinds, several = self.points.kinds(c.variant), c.shards * c.dp_replicate > 1
+        parts = []
+        for per in ("unit", "rest"):
+            once, each = self._repeated(kinds.data, "between", per, several)
+            tokens = c.micro_batch * self._tokens(kinds, "between", per, c.tp, c.cp, c.ep, c.etp)
+            parts.append((once + c.accumulation * each) * self._share(per, c.tp, c.ep, c.etp) + c.accumulation * tokens)
+        return self._most(c, *parts)
+
+    def kernels(self, c: Candidate) -> float:
+        """Kernels of a step, on the rank with most: as many for few tokens as for many."""
+        kinds, several = self.points.kinds(c.variant), c.shards * c.dp_replicate > 1
+        pairs = (self._launched(kinds, per, several) for per in ("unit", "rest"))
+        return self._most(c, *(once + c.accumulation * each for once, each in pairs))
+
+    def _most(self, c: Candidate, unit: float, rest: float) -> float:
+        return max(unit * one.repeats + rest * one.head for one in self.cut.holdings(self.schedule(c)))
+
+    def _of_micro_batches(self, data: Choice, name: str, per: str, several: bool) -> tuple[float, float]:
+        """The part of weights of a number that comes once in a step, and the part with each micro-batch."""
+        kinds = Kinds(data, self.points.base.others)
+        each = self._retained(kinds, name, per, several) - self._split(kinds, name, per).tokens
+        return self._split(kinds, name, per).weights + self._data(kinds, name, per, several) - each, each
+
+    def _of_kernels(self, kinds: Kinds, per: str, several: bool) -> tuple[float, float]:
+        """Kernels that come once in a step, and those that come with each micro-batch."""
+        base = self.points.base
+        own = self._point(Kinds(kinds.data, base.others), PAIR if several else ALONE)
+        each = self._retained(Kinds(kinds.data, base.others), "kernels", per, several)
+        once = get(own, per, "kernels") - each
+        return once, each + (
+            get(self._point(Kinds(base.data, kinds.others)), per, "kernels") - get(self._point(base), per, "kernels")
+        )
 
     def sent(self, c: Candidate) -> list[Sent]:
         """Collectives of a step, on a rank of the stage with most units."""

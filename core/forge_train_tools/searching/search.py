@@ -162,6 +162,7 @@ def why_slower(one: Found, best: Found) -> str:
     """The largest difference to the best layout, in words."""
     parts: Mapping[str, float] = {
         "computes more": one.speed.compute - best.speed.compute,
+        "moves more between products": one.speed.between - best.speed.between,
         "waits longer for collectives in each layer": one.speed.blocking - best.speed.blocking,
         "has more data-parallel traffic than compute hides": one.speed.exposed - best.speed.exposed,
         "has a larger pipeline bubble": one.speed.idle - best.speed.idle,

@@ -168,8 +168,8 @@ class Space:
         """The numbers of a layout that fits."""
         apart = {key: self.forms.flops(c, f"flops {key}") for key in self._peaks}
         took = speed(
-            c, self.cluster, self.config.train.precision, self.forms.flops(c), apart, self.forms.sent(c), memory,
-            self.forms.schedule(c),
+            c, self.cluster, self.config.train.precision, self.forms.flops(c), apart,
+            self.forms.between(c), self.forms.kernels(c), self.forms.sent(c), memory, self.forms.schedule(c),
         )  # fmt: skip
         rate = self.config.train.tokens_per_step / took.step
         peak = self.cluster.flops(self.config.train.precision)

@@ -21,6 +21,8 @@ class Speed:
     step: float
     compute: float
     """In matrix products and attention, at the cluster's efficiency, recomputation included."""
+    between: float
+    """In kernels between those, each of which reads and writes memory, and in launching kernels."""
     blocking: float
     """In collectives that each layer waits for, and in messages between stages."""
     exposed: float
@@ -37,17 +39,17 @@ class Speed:
     @property
     def bound(self) -> Bound:
         largest: dict[Bound, float] = {
-            "compute": self.compute, "communication": self.blocking + self.exposed, "bubble": self.idle,
+            "compute": self.compute + self.between, "communication": self.blocking + self.exposed, "bubble": self.idle,
         }  # fmt: skip
         return max(largest, key=lambda one: largest[one])
 
 
 def speed(
-    c: Candidate, cluster: Cluster, precision: str, flops: float, apart: Mapping[str, float], sent: Sequence[Sent],
-    memory: Memory, schedule: Schedule | None,
+    c: Candidate, cluster: Cluster, precision: str, flops: float, apart: Mapping[str, float], between: float,
+    kernels: float, sent: Sequence[Sent], memory: Memory, schedule: Schedule | None,
 ) -> Speed:  # fmt: skip
-    """The time of a step. Collectives of data parallelism are hidden behind compute as far as that is longer; those
-    that each layer waits for are not.
+    """The time of a step. Where a cluster's devices work beside their hosts, launches and collectives of data
+    parallelism are hidden behind kernels as far as those take longer; collectives that each layer waits for are not.
 
     Args:
         c: the layout.
@@ -55,6 +57,8 @@ def speed(
         precision: of `train.precision`.
         flops: of a micro-batch, on the rank with most.
         apart: those among them that are done at another peak, by its key.
+        between: bytes that the kernels between products read and write in a step.
+        kernels: of a step.
         sent: collectives of a step.
         memory: at rest, for the optimizer's step.
         schedule: of a pipeline.
@@ -72,10 +76,12 @@ def speed(
             blocking += seconds
         else:
             hidden += seconds
-    busy = compute + blocking
+    moving, launching = between / cluster.bandwidth, kernels * cluster.launch
+    moving = max(moving, launching - compute) if cluster.hides else moving + launching
+    busy = compute + moving + blocking
     idle = busy * (schedule.stretch - 1) if schedule else 0.0
-    exposed = max(hidden - compute, 0.0)
+    exposed = max(hidden - compute - moving, 0.0) if cluster.hides else hidden
     update = 2 * (memory.parameters + memory.optimizer) / cluster.bandwidth
     step = busy + idle + exposed + update
     traffic = tuple((level, size) for level, size in levels.items())
-    return Speed(step, compute, blocking, exposed, idle, update, idle / step, traffic)
+    return Speed(step, compute, moving, blocking, exposed, idle, update, idle / step, traffic)
