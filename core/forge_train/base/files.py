@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,12 @@ def write_json(file: Path, value: object) -> None:
     write_whole(file, dumps(value, indent=1) + "\n")
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, also after a power cut."""
+def write_whole(file: Path, text: str | Iterable[str]) -> None:
+    """Write a text, or its parts, so that the file is there whole or not at all, also after a power cut."""
     part = file.with_name(f".{file.name}.partial")
     try:
         with part.open("w", encoding="utf-8") as out:
-            out.write(text)
+            out.writelines([text] if isinstance(text, str) else text)
             out.flush()
             os.fsync(out.fileno())
         part.replace(file)

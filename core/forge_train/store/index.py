@@ -69,7 +69,7 @@ def text_of(box: Box) -> str:
 def write_index(folder: Path, entries: Mapping[str, Entry]) -> None:
     """Write the index, with a line for each tensor."""
     lines = (
-        f"{dumps(name)}: "
+        f"{',' * bool(at)}\n{dumps(name)}: "
         + dumps(
             {
                 "dtype": str(entry.dtype).removeprefix("torch."),
@@ -77,9 +77,9 @@ def write_index(folder: Path, entries: Mapping[str, Entry]) -> None:
                 "shards": {text_of(box): [file, start] for box, file, start in entry.shards},
             }
         )
-        for name, entry in entries.items()
+        for at, (name, entry) in enumerate(entries.items())
     )
-    write_whole(folder / INDEX, "{\n" + ",\n".join(lines) + "\n}\n")
+    write_whole(folder / INDEX, ("{", *lines, "\n}\n"))
 
 
 def read_index(folder: Path) -> Index:

@@ -26,6 +26,7 @@ PER_THREAD = 64 * 2**20
 """Bytes from which a rank writes with another thread, into another file."""
 HEADER = 300
 """Bytes that each shard takes beside its values, in its file and in the index, roughly."""
+_LARGE = 2**60  # more bytes than a shard has: with millions of shards, pairs to sort by take 200 MB
 
 Copies = dict[Shard, Tensor]
 """Buffers on the host by shard, which the next save may fill again."""
@@ -215,12 +216,11 @@ def balanced(everybody: Sequence[Sequence[Shard]]) -> list[list[Shard]]:
         for shard in shards:
             if shard.bytes:
                 holders.setdefault(shard, []).append(rank)
-    load, writes = [0] * len(everybody), {}
-    for shard in sorted(holders, key=lambda shard: (len(holders[shard]) > 1, -shard.bytes)):
-        rank = min(holders[shard], key=lambda rank: load[rank])
+    load = [0] * len(everybody)
+    for shard in sorted(holders, key=lambda shard: (len(holders[shard]) > 1) * _LARGE - shard.bytes):
+        holders[shard] = [rank := min(holders[shard], key=lambda rank: load[rank])]
         load[rank] += shard.bytes + HEADER
-        writes[shard] = rank
-    return [[shard for shard in shards if writes.get(shard) == rank] for rank, shards in enumerate(everybody)]
+    return [[shard for shard in shards if holders.get(shard) == [rank]] for rank, shards in enumerate(everybody)]
 
 
 def _check_tiled(tensors: Shapes, written: Sequence[Sequence[Shard]]) -> None:
