@@ -86,7 +86,7 @@ class Cluster:
     launch: float = 0.0
     """Seconds of a kernel beside its work: to find and begin it."""
     hides: bool = True
-    """Whether kernels run beside the host that launches them, and beside collectives of other layers: a CPU does all of
+    """True if kernels run beside the host that launches them, and beside collectives of other layers: a CPU does all of
     it itself, one after the other."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Number → where it comes from."""
