@@ -16,10 +16,10 @@ from forge_train_tools.testing import Pool, run_forge
 pytestmark = [pytest.mark.unit]
 
 
-def finished(folder: str, world: int) -> int:
+def finished(folder: str, size: int) -> int:
     """Train four steps with two checkpoints, and count files."""
-    config = {"checkpoint.every": 2, "train.global_batch": 4 * world}
-    made = run_forge(("fsdp2",) if world > 1 else (), config, steps=4, folder=Path(folder))
+    config = {"checkpoint.every": 2, "train.global_batch": 4 * size}
+    made = run_forge(("fsdp2",) if size > 1 else (), config, steps=4, folder=Path(folder))
     return sum(file.is_file() for file in made.run.rglob("*"))
 
 
@@ -30,7 +30,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.extended
 def test_files_of_a_run_of_two(ranks: Pool, tmp_path: Path) -> None:
-    assert ranks.run(finished, 2, folder=str(tmp_path), world=2)[0] == scale.files_of_run(2, 2)
+    assert ranks.run(finished, 2, folder=str(tmp_path), size=2)[0] == scale.files_of_run(2, 2)
 
 
 def test_files_that_are_read_in_a_stall() -> None:
