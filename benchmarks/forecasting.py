@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from statistics import mean, median
+from typing import Any
 
-from published import GIB, Row, sources
-from rehearsing import Planned
+from published import FOLDER, GIB, Row, sources
+from rehearsing import Planned, is_data
+
+from forge_train_tools.planning.clusters import Cluster, cluster
+
+CASTS = 7 / 6
+"""Bytes that dynamic scaling in 8 bits moves, over those of the three products of a layer in bf16. Each of their three
+matrices is read for its largest value, read and written to be cast, and once more to be transposed: 7 bytes for each
+element, where each of three products moves 2 (torchao/float8)."""
+WATTS = 700
+"""Of an H100 at the clock of its data sheet."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Everything that is fitted. A share of the time between products, for rows whose kernels are fused, came out as 1,
-    and a share of the work that hides collectives as 0.98; so neither is here."""
+    """Everything that is fitted."""
 
-    efficiency: float = 0.5
-    """Share of the peak that products and attention reach on Hopper and Blackwell."""
-    ampere: float = 0.5
-    """The same on an A100, whose peak is further below what its power allows."""
+    products: float = 0.8
+    """Rate of a model's products, over that of the fastest one."""
+    fused: float = 0.5
+    """Share of the time between products that is left where a compiler or a library fuses kernels."""
     network: float = 0.8
     """Share of the links' bandwidth that collectives reach."""
     allocated: float = 1.0
@@ -28,23 +39,26 @@ class Constants:
     """The same of those that it has reserved."""
 
 
-LIMITS = {"efficiency": (0.2, 1.0), "ampere": (0.2, 1.0), "network": (0.1, 1.0)}
+LIMITS = {"products": (0.2, 1.0), "fused": (0.0, 1.0), "network": (0.1, 1.0)}
 """Constants of time, and what they can be."""
 
 
-def seconds(planned: Planned, efficiency: float, network: float, *, narrow: bool = False) -> float:
-    """The time of a step.
+@cache
+def devices() -> dict[str, dict[str, Any]]:
+    """Device → its kernels."""
+    return tomllib.loads((FOLDER / "devices.toml").read_text(encoding="utf-8"))
 
-    Args:
-        planned: numbers of its plan.
-        efficiency: share of the peak that products reach.
-        network: share of the links' bandwidth that collectives reach.
-        narrow: whether products of layers are in 8 bits, twice as fast.
-    """
-    products = planned.compute * (1 - planned.narrow / 2 if narrow else 1) / efficiency
-    work = products + planned.memory + planned.between
-    exposed = max(planned.hidden / network - work, 0.0)
-    return (work + planned.blocking / network) * planned.stretch + exposed
+
+def traffic(planned: Planned, on: Cluster) -> tuple[float, float]:
+    """Seconds in collectives and messages that layers wait for, and in those of data parallelism."""
+    waited = hidden = 0.0
+    for kind, axis, ranks, near, calls, size in planned.traffic:
+        seconds = on.seconds(kind, size, ranks, calls, () if near >= ranks else (near,))
+        if is_data(kind, axis):
+            hidden += seconds
+        else:
+            waited += seconds
+    return waited, hidden
 
 
 @dataclass(frozen=True)
@@ -59,8 +73,23 @@ class Pair:
         return self.row.seconds(self.planned.flops_per_token)
 
     def seconds(self, by: Constants) -> float:
-        efficiency = by.ampere if self.row.device == "a100" else by.efficiency
-        return self.row.flushes * seconds(self.planned, efficiency, by.network, narrow=self.row.precision == "fp8")
+        """The time of the step."""
+        row, plan, kernels, source = self.row, self.planned, devices()[self.row.device], sources()[self.row.source]
+        on = cluster(row.device)
+        clock = (source.get("watts", WATTS) / WATTS) ** (1 / 3)
+        slower = on.bandwidth / source.get("bandwidth", on.bandwidth)
+        best = kernels["products"] * clock * (1.0 if kernels.get("shapes") else by.products)
+        products, casts = plan.products / best, 0.0
+        if row.precision == "fp8":
+            products *= 1 - plan.narrow * (1 - 1 / kernels["narrow"])
+            casts = CASTS * plan.narrow * plan.operands * slower
+        attention = plan.attention / (_attention(kernels["attention"], row.sequence) * clock)
+        between = plan.between * slower * (by.fused if row.fused == "yes" else 1.0)
+        work = products + attention + casts + plan.memory * slower + between
+        waited, hidden = (one / by.network for one in traffic(plan, on))
+        if "async TP" in row.note:  # products are cut, and each piece runs while another travels
+            waited, hidden = 0.0, hidden + waited
+        return row.flushes * ((work + waited) * plan.stretch + max(hidden - work, 0.0))
 
     def time_error(self, by: Constants) -> float:
         """Relative error of the forecast time."""
@@ -78,6 +107,12 @@ class Pair:
     def memory_error(self, by: Constants) -> float | None:
         """Relative error of the forecast memory; None where none was measured."""
         return None if self.row.memory_gib is None else self.memory(by) / (self.row.memory_gib * GIB) - 1
+
+
+def _attention(shares: Mapping[str, float], sequence: int) -> float:
+    """Share of the peak at a length: that of the longest one that is no longer."""
+    lengths = sorted(int(one) for one in shares)
+    return shares[str(max((one for one in lengths if one <= sequence), default=lengths[0]))]
 
 
 def pairs(rows: Iterable[Row], plans: Mapping[str, Planned]) -> list[Pair]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from published import Row
 
@@ -16,7 +17,6 @@ from forge_train.base.strict_json import dumps
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.planning import plan
-from forge_train_tools.planning.clusters import cluster
 
 FILE = Path(__file__).parent / "published" / "planned.json"
 """Numbers of plans by the key of their rows."""
@@ -26,18 +26,20 @@ FILE = Path(__file__).parent / "published" / "planned.json"
 class Planned:
     """Numbers of a plan. Times are in seconds of a step of the busiest rank, by the data sheets."""
 
-    compute: float
-    """In products and attention, at the peak."""
+    products: float
+    """At the peak."""
     narrow: float
     """Share of them in products of layers, which 8 bits make faster."""
+    operands: float
+    """To read and write what products multiply, once for each of them."""
+    attention: float
+    """At the peak."""
     memory: float
     """In products and the optimizer that wait for memory."""
     between: float
     """In kernels between them, where each reads and writes for itself."""
-    blocking: float
-    """In collectives along tp, cp and ep and messages between stages, which layers wait for."""
-    hidden: float
-    """In collectives of data parallelism, which may hide behind compute."""
+    traffic: tuple[tuple[str, str, int, int, int, float], ...]
+    """Kind, axis, ranks, ranks on a node, calls and bytes of collectives and messages."""
     stretch: float
     """By what a pipeline makes a step longer."""
     peak: int
@@ -56,20 +58,14 @@ def rehearse(request: Request, *, world: int, nodes: int, device: str) -> Planne
     made = plan(setup, world=world, nodes=nodes, device=device)
     if made.roofline is None or made.memory.peak is None:
         return replace(EMPTY, error="; ".join(made.memory.notes) or "nothing was rehearsed")
-    links = cluster(device).links
-    blocking = hidden = 0.0
-    for one in made.communication:
-        seconds = links[-1 if one.crosses_nodes else 0].seconds(one.kind, one.bytes, one.ranks, one.count)
-        if one.axis.startswith("dp_") and one.kind != "all_to_all":
-            hidden += seconds
-        else:
-            blocking += seconds
-    flops, decoder = made.flops_per_token or 0.0, setup.config.sections["decoder"]
-    wide = 6.0 * decoder.heads * (decoder.head_dim or decoder.dim // decoder.heads) * decoder.layers
-    wide = wide * setup.config.train.sequence + 6.0 * decoder.dim * decoder.vocabulary
+    roof, flops, decoder = made.roofline, made.flops_per_token or 0.0, setup.config.sections["decoder"]
+    attention = 6.0 * decoder.heads * (decoder.head_dim or decoder.dim // decoder.heads) * decoder.layers
+    attention *= setup.config.train.sequence
+    narrow = 1 - 6.0 * decoder.dim * decoder.vocabulary / (flops - attention)
+    traffic = tuple((one.kind, one.axis, one.ranks, one.per_node, one.count, one.bytes) for one in made.communication)
     return Planned(
-        made.roofline.compute, max(1 - wide / flops, 0.0), made.roofline.memory, made.roofline.fusible, blocking,
-        hidden, made.pipeline.timeline.stretch if made.pipeline else 1.0, made.memory.peak, flops,
+        roof.compute - roof.attention, max(narrow, 0.0), roof.operands, roof.attention, roof.memory, roof.fusible,
+        traffic, made.pipeline.timeline.stretch if made.pipeline else 1.0, made.memory.peak, flops,
     )  # fmt: skip
 
 
@@ -83,7 +79,7 @@ def planned(row: Row) -> Planned:
 
 
 def everything(rows: Sequence[Row], processes: int, file: Path = FILE) -> dict[str, Planned]:
-    """Plan all rows that can be, those once that differ in nothing that a plan sees; name → numbers.
+    """Plan all rows that can be, those once that differ in their number of micro-batches alone; name → numbers.
 
     Args:
         rows: published ones.
@@ -91,7 +87,9 @@ def everything(rows: Sequence[Row], processes: int, file: Path = FILE) -> dict[s
         file: where numbers are kept, so that a second call plans only what is new.
     """
     known = kept(file)
-    wanted = {row.key: row for row in reversed(rows) if not row.missing and row.key not in known}
+    alike = {_without_batch(row) for row in rows if not row.missing and row.key in known}
+    wanted = {_without_batch(row): row for row in reversed(rows) if not row.missing}
+    wanted = {key: row for key, row in wanted.items() if key not in alike}
     with ProcessPoolExecutor(processes) as pool:
         for done in as_completed({pool.submit(_keyed, row) for row in wanted.values()}):
             key, numbers = done.result()
@@ -114,8 +112,18 @@ def of_rows(rows: Sequence[Row], known: Mapping[str, Planned]) -> dict[str, Plan
 
 def in_proportion(one: Planned, times: float) -> Planned:
     """A plan with so many times as many micro-batches: gradients are reduced once, and a pipeline waits as long."""
-    scaled = {name: times * getattr(one, name) for name in ("compute", "memory", "between", "blocking")}
-    return replace(one, **scaled, stretch=1 + (one.stretch - 1) / times)
+    scaled = {name: times * getattr(one, name) for name in PER_BATCH}
+    return replace(one, **scaled, traffic=tuple(_more(*row, times) for row in one.traffic), stretch=1 + (one.stretch - 1) / times)
+
+
+def _more(kind: str, axis: str, ranks: int, near: int, count: int, size: float, times: float) -> tuple[Any, ...]:
+    times = 1.0 if is_data(kind, axis) else times
+    return kind, axis, ranks, near, round(count * times), size * times
+
+
+def is_data(kind: str, axis: str) -> bool:
+    """Return True for collectives of data parallelism, which may hide behind compute."""
+    return axis.startswith("dp_") and kind != "all_to_all"
 
 
 def _without_batch(row: Row) -> str:
@@ -124,11 +132,15 @@ def _without_batch(row: Row) -> str:
 
 def kept(file: Path = FILE) -> dict[str, Planned]:
     """Numbers that were kept; key of a row → numbers."""
-    return {key: Planned(**one) for key, one in json.loads(file.read_text("utf-8")).items()} if file.exists() else {}
+    if not file.exists():
+        return {}
+    known = json.loads(file.read_text("utf-8"))
+    return {key: Planned(**{**one, "traffic": tuple(map(tuple, one["traffic"]))}) for key, one in known.items()}
 
 
 def _keyed(row: Row) -> tuple[str, Planned]:
     return row.key, planned(row)
 
 
-EMPTY = Planned(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0, 0.0)
+PER_BATCH = ("products", "operands", "attention", "memory", "between")
+EMPTY = Planned(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (), 1.0, 0, 0.0)

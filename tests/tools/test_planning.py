@@ -114,7 +114,7 @@ def test_collectives_by_kind_axis_and_bytes(context: ImaginedContext) -> None:
         ("all_gather", "tp", 2, 32, 16),
         ("all_reduce", "dp_shard", 2, 8, 8),
     ]
-    assert [names.crosses_nodes(one.group) for one in told[:3]] == [False, False, True]
+    assert [names.per_node(one.group) for one in told[:3]] == [2, 2, 4]
 
 
 def test_flattened_axes_bear_the_names_of_what_they_consist_of(context: ImaginedContext) -> None:
@@ -210,22 +210,23 @@ def test_a_norm_on_cuda_keeps_its_input_and_a_number_a_token() -> None:
 
 
 def test_work_of_kernels() -> None:
-    told: list[tuple[float, int]] = []
+    told: list[tuple[float, int, bool]] = []
     a, b = torch.ones(4, 8), torch.ones(8, 16)
-    with Work(lambda flops, size: told.append((flops, size))):
+    with Work(lambda *kernel: told.append(kernel)):
         c = a @ b
         c.t().unsqueeze(0)[:3]
         torch.empty(100)
         c.add_(1)
-    assert told == [(2 * 4 * 8 * 16, 4 * (32 + 128 + 64)), (0, 4 * 2 * 64)]
+    assert told == [(2 * 4 * 8 * 16, 4 * (32 + 128 + 64), False), (0, 4 * 2 * 64, False)]
 
 
 @pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.5)])
 def test_attention_counts_what_is_seen(causal: bool, share: float) -> None:
     total = 0.0
 
-    def tell(flops: float, size: int) -> None:
+    def tell(flops: float, size: int, attention: bool) -> None:
         nonlocal total
+        assert attention == (flops > 0)
         total += flops
 
     query = torch.ones(2, 4, 32, 8, requires_grad=True)
@@ -255,8 +256,9 @@ def test_products_of_groups_of_rows(dtype: torch.dtype) -> None:
 
     total = 0.0
 
-    def tell(flops: float, size: int) -> None:
+    def tell(flops: float, size: int, attention: bool) -> None:
         nonlocal total
+        assert not attention
         total += flops
 
     with FakeTensorMode(), AnyDtype(), Work(tell):
@@ -270,12 +272,12 @@ def test_products_of_groups_of_rows(dtype: torch.dtype) -> None:
 
 def test_the_roofline_is_bound_by_what_takes_longest() -> None:
     device = DEVICES["h100"]
-    product = Kernel(device.narrow * 1e-3, 1, fusible=False)
+    product = Kernel(device.narrow * 1e-3, 1, fusible=False, attention=True)
     update = Kernel(0.0, int(device.bandwidth * 1e-4), fusible=False)
     between = Kernel(0.0, int(device.bandwidth * 5e-3), fusible=True)
     kernels = Counter({product: 2, update: 3, between: 1})
 
-    def made(sent: list[tuple[float, bool]], precision: str = "bf16", peak: int | None = 10**9) -> object:
+    def made(sent: list[Traffic], precision: str = "bf16", peak: int | None = 10**9) -> object:
         return roofline(
             device,
             precision,  # type: ignore[arg-type]
@@ -287,10 +289,12 @@ def test_the_roofline_is_bound_by_what_takes_longest() -> None:
             peak_bytes=peak,
         )
 
-    quick = made([(device.inside * 1e-3, False)])
+    inside = Traffic("all_gather", "tp", 8, 1, device.inside * 1e-3, per_node=8)
+    quick = made([inside])
     assert vars(quick) == {
         "device": device.name,
         "compute": pytest.approx(2e-3),
+        "attention": pytest.approx(2e-3),
         "memory": pytest.approx(3e-4),
         "fusible": pytest.approx(5e-3),
         "communication": pytest.approx(1e-3),
@@ -302,7 +306,7 @@ def test_the_roofline_is_bound_by_what_takes_longest() -> None:
         "fits": True,
         "memory_bytes": 80e9,
     }
-    slow = made([(device.inside * 1e-3, False), (device.across * 9e-3, True)])
+    slow = made([inside, Traffic("all_gather", "dp_shard", 2, 1, device.across * 9e-3, per_node=1)])
     assert (slow.bound, slow.step) == ("communication", pytest.approx(1e-2))  # type: ignore[attr-defined]
     assert made([], "fp32").compute == pytest.approx(2e-3 * device.narrow / device.single)  # type: ignore[attr-defined]
     assert made([], peak=10**11).fits is False  # type: ignore[attr-defined]

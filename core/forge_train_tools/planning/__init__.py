@@ -152,7 +152,7 @@ def plan(
             sheet,
             config.train.precision,
             busiest.rehearsed.kernels,
-            [(one.bytes, one.crosses_nodes) for one in sending.traffic],
+            sending.traffic,
             tokens=config.train.tokens_per_step,
             ranks=world,
             flops_per_token=flops,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ FOLDER = Path(__file__).parent / "clusters"
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Kinds of collectives that may have rates of their own."""
+RINGS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
+"""Kinds that run in rings: as many as a node has ranks of the group, each of which leaves the node once, through an
+adapter of its own (NCCL, src/graph/search.cc)."""
 
 
 def steps(kind: str, ranks: int) -> int:
@@ -103,6 +107,37 @@ class Cluster:
                 f"Cluster {self.name!r}: [peak] has no {key}; add its FLOP/s, or train in another precision."
             )
         return self.peak[key]
+
+    def near(self, span: int, ranks: int) -> tuple[int, ...]:
+        """Ranks of a group that share a block of each level but the last.
+
+        Args:
+            span: as `link` takes it.
+            ranks: of the group, equally far from each other.
+        """
+        apart = max(span // ranks, 1)
+        inside = [one.ranks for one in self.links[: self.links.index(self.link(span))]]
+        return tuple(max(min(size // apart, ranks), 1) for size in inside)
+
+    def seconds(self, kind: str, sent: float, ranks: int, calls: float, near: Sequence[int]) -> float:
+        """The time of some collectives of one kind. A ring has the bandwidth of all adapters that its group can use.
+
+        Args:
+            kind: one of `planning.communication`.
+            sent: bytes that a rank sends in all of them.
+            ranks: of a group.
+            calls: how many they are.
+            near: ranks of the group that share a block of each level below the slowest that it needs.
+        """
+        link = self.links[len(near)]
+        if kind in link.measured or kind not in RINGS:
+            return link.seconds(kind, sent, ranks, calls)
+        sizes = (1, *near)
+        levels = self.links[: len(sizes)]
+        bandwidth = min(level.bandwidth * size for level, size in zip(levels, sizes, strict=True))
+        hops = [ranks / size - ranks / larger for size, larger in pairwise((*sizes, ranks))]
+        latency = sum(level.latency * count for level, count in zip(levels, hops, strict=True))
+        return sent / bandwidth + calls * latency * steps(kind, ranks) / max(ranks - 1, 1)
 
     def link(self, span: int) -> Link:
         """The link that a group of ranks needs.

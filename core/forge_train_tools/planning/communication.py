@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -144,10 +145,10 @@ class Names:
         """The same for an axis of the dense domain, a flattened one too."""
         return self.of(self._context.mesh("dense", axis).get_group().group_name)
 
-    def crosses_nodes(self, group: str) -> bool:
-        """Return True if its ranks lie on several nodes."""
+    def per_node(self, group: str) -> int:
+        """Return how many of its ranks lie on a node; where nodes differ, the fewest."""
         topology = Topology.of(self._context.place)
-        return len({topology.node(rank) for rank in self.ranks(group)}) > 1
+        return min(Counter(topology.node(rank) for rank in self.ranks(group)).values())
 
     def ranks(self, group: str) -> list[int]:
         return list(dist.get_process_group_ranks(group_named(group)))

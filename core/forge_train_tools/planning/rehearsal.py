@@ -227,10 +227,10 @@ class _Rehearsal(Watcher):
         if one.ranks > 1:
             self.found.calls.append(Event(("send", self._times, one.kind, one.group, one.ranks), (one.held,)))
 
-    def _compute(self, flops: float, size: int) -> None:
+    def _compute(self, flops: float, size: int, attention: bool) -> None:
         fusible = not flops and not self._updating
         self.apart.count(flops * self._times)
-        self.found.calls.append(Event(("kernel", self._times, fusible), (flops, size)))
+        self.found.calls.append(Event(("kernel", self._times, fusible, attention), (flops, size)))
 
 
 class Examples:

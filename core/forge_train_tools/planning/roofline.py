@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from .clusters import Cluster, cluster, names
+from .clusters import RINGS, Cluster, cluster, names
 
 if TYPE_CHECKING:
     from collections import Counter
 
     from forge_train.config.sections import Precision
+
+    from .traffic import Traffic
 
 Bound = Literal["compute", "memory", "communication"]
 
@@ -38,12 +40,22 @@ class Device:
     """Between devices of a node: half of what is advertised for both directions."""
     across: float
     """Between nodes, for each device: one network adapter each, as in the vendors' reference systems."""
+    whole: bool = False
+    """True if `across` was measured in collectives, with as many adapters as they used."""
 
     @classmethod
     def of(cls, one: Cluster) -> Device:
         """The device of a cluster, with its fastest link and its slowest."""
         inside, across = one.links[0].bandwidth, one.links[-1].bandwidth
-        return cls(one.name, one.flops("bf16"), one.flops("fp32"), one.bandwidth, one.memory, inside, across)
+        peaks, whole = (one.flops("bf16"), one.flops("fp32")), bool(one.links[-1].measured)
+        return cls(one.name, *peaks, one.bandwidth, one.memory, inside, across, whole)
+
+    def rate(self, kind: str, ranks: int, per_node: int) -> float:
+        """Bytes/s that each rank of a collective sends. A ring uses the adapters of all its ranks on a node."""
+        if per_node >= ranks:
+            return self.inside
+        adapters = per_node if kind in RINGS and not self.whole else 1
+        return min(self.inside, adapters * self.across) if adapters > 1 else self.across
 
     def peak(self, precision: Precision) -> float:
         return self.single if precision == "fp32" else self.narrow
@@ -61,6 +73,7 @@ class Kernel(NamedTuple):
     """Read and written."""
     fusible: bool
     """True if a compiler may fuse it into another kernel: neither a matrix product nor the optimizer."""
+    attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,10 @@ class Roofline:
     device: str
     compute: float
     """In kernels whose operations take longer than their bytes."""
+    attention: float
+    """In those of them that are attention."""
+    operands: float
+    """In which the others' operands and results are read and written."""
     memory: float
     """In those whose bytes take longer."""
     fusible: float
@@ -95,7 +112,7 @@ def roofline(
     device: Device,
     precision: Precision,
     kernels: Counter[Kernel],
-    sent: Iterable[tuple[float, bool]],
+    sent: Iterable[Traffic],
     *,
     tokens: int,
     ranks: int,
@@ -109,7 +126,7 @@ def roofline(
         device: its data sheet.
         precision: in which it multiplies.
         kernels: kernel → how often.
-        sent: bytes, and whether they cross nodes.
+        sent: collectives of a step.
         tokens: of a step, of all ranks.
         ranks: how many there are.
         flops_per_token: the model's own.
@@ -117,22 +134,26 @@ def roofline(
         stretch: how much longer a step takes than the rank's own work, as it waits for others in a pipeline.
     """
     peak = device.peak(precision)
-    compute = memory = fusible = 0.0
+    compute = attention = operands = memory = fusible = 0.0
     for kernel, times in kernels.items():
         by_flops, by_bytes = times * kernel.flops / peak, times * kernel.bytes / device.bandwidth
         if kernel.fusible:
             fusible += by_bytes
         elif by_flops > by_bytes:
             compute += by_flops
+            attention += by_flops * kernel.attention
+            operands += by_bytes * (not kernel.attention)
         else:
             memory += by_bytes
-    communication = sum(size / (device.across if crosses else device.inside) for size, crosses in sent)
+    communication = sum(one.bytes / device.rate(one.kind, one.ranks, one.per_node) for one in sent)
     step = max(compute + memory, communication) * stretch
     busy: Bound = "compute" if compute > memory else "memory"
     rate = tokens / step
     return Roofline(
         device=device.name,
         compute=compute,
+        attention=attention,
+        operands=operands,
         memory=memory,
         fusible=fusible,
         communication=communication,

@@ -22,18 +22,23 @@ class Traffic:
     count: int
     bytes: float
     """Bytes that the rank sends, by the best algorithm for the kind."""
-    crosses_nodes: bool
+    per_node: int
+    """Ranks of the group on a node; where they differ, the fewest."""
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.per_node < self.ranks
 
 
 def traffic(rehearsed: Rehearsed, names: Names) -> list[Traffic]:
     """Return the traffic, most bytes first."""
-    sums: dict[tuple[str, str, int, bool], list[float]] = {}
+    sums: dict[tuple[str, str, int, int], list[float]] = {}
     for one, times in rehearsed.sent.items():
-        key = (one.kind, names.of(one.group), one.ranks, names.crosses_nodes(one.group))
+        key = (one.kind, names.of(one.group), one.ranks, names.per_node(one.group))
         total = sums.setdefault(key, [0, 0.0])
         total[0] += times
         total[1] += times * one.sent
-    found = [Traffic(kind, axis, ranks, int(n), size, far) for (kind, axis, ranks, far), (n, size) in sums.items()]
+    found = [Traffic(kind, axis, ranks, int(n), size, near) for (kind, axis, ranks, near), (n, size) in sums.items()]
     return sorted(found, key=lambda one: -one.bytes)
 
 

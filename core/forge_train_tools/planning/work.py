@@ -18,21 +18,22 @@ NO_KERNELS = {"c10d", "_c10d_functional", "prim"}
 
 
 class Work(Watch):
-    """Tells of every kernel: its floating-point operations, and the bytes it reads and writes.
+    """Tells of every kernel: its floating-point operations, the bytes it reads and writes, and whether it is attention.
 
     Each operation reads its arguments and writes its results, as it does where nothing is fused; a view costs nothing.
 
     Args:
-        tell: called with operations and bytes.
+        tell: called with the three.
     """
 
-    def __init__(self, tell: Callable[[float, int], None]) -> None:
+    def __init__(self, tell: Callable[[float, int, bool], None]) -> None:
         super().__init__()
         self._tell = tell
 
     def look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if _is_kernel(func):
-            self._tell(_flops(func, args, kwargs, out), _bytes(args) + _bytes(kwargs) + _bytes(out))
+            size = _bytes(args) + _bytes(kwargs) + _bytes(out)
+            self._tell(_flops(func, args, kwargs, out), size, "attention" in func._opname)
 
 
 @cache

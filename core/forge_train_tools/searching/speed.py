@@ -69,9 +69,9 @@ def speed(
     blocking = hidden = 0.0
     levels: dict[str, float] = {link.level: 0.0 for link in cluster.links}
     for one in sent:
-        link = cluster.link(c.spans[one.axes])
-        seconds = link.seconds(one.kind, one.bytes, one.ranks, one.calls)
-        levels[link.level] += one.bytes
+        span = c.spans[one.axes]
+        seconds = cluster.seconds(one.kind, one.bytes, one.ranks, one.calls, cluster.near(span, one.ranks))
+        levels[cluster.link(span).level] += one.bytes
         if one.axes in LAYERS or one.axes == "pp":
             blocking += seconds
         else:
