@@ -113,7 +113,9 @@ def of_rows(rows: Sequence[Row], known: Mapping[str, Planned]) -> dict[str, Plan
 def in_proportion(one: Planned, times: float) -> Planned:
     """A plan with so many times as many micro-batches: gradients are reduced once, and a pipeline waits as long."""
     scaled = {name: times * getattr(one, name) for name in PER_BATCH}
-    return replace(one, **scaled, traffic=tuple(_more(*row, times) for row in one.traffic), stretch=1 + (one.stretch - 1) / times)
+    return replace(
+        one, **scaled, traffic=tuple(_more(*row, times) for row in one.traffic), stretch=1 + (one.stretch - 1) / times
+    )
 
 
 def _more(kind: str, axis: str, ranks: int, near: int, count: int, size: float, times: float) -> tuple[Any, ...]:

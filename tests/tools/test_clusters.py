@@ -58,6 +58,23 @@ def test_a_group_of_ranks_uses_the_link_of_its_level(tmp_path: Path) -> None:
     assert [found.link(span).level for span in (2, 4, 8, 3)] == ["node", "node", "cluster", "cluster"]
 
 
+def test_a_ring_across_nodes_uses_the_adapters_of_all_its_ranks(tmp_path: Path) -> None:
+    """Each of a node's rings leaves it once: NCCL's rate of many ranks on a node is that of all of the node's adapters."""
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    found = cluster(str(file))
+    assert [found.near(span, ranks) for span, ranks in ((4, 4), (8, 8), (8, 2), (16, 8))] == [(), (4,), (1,), (2,)]
+    whole, apart = (found.seconds("all_gather", 1e9, 8, 1, near) for near in ((4,), (1,)))
+    assert whole == pytest.approx(1e9 / 4e9 + 1 * 50e-6 + 6 * 5e-6)
+    assert apart == pytest.approx(1e9 / 1e9 + 7 * 50e-6)
+    assert found.seconds("all_to_all", 1e9, 8, 1, (4,)) == pytest.approx(apart)
+    assert found.seconds("all_reduce", 1e9, 4, 1, ()) == pytest.approx(1e9 / 25e9 + 6 * 5e-6)
+    measured = GOOD + "\n[links.measured.all_gather]\nbandwidth = 2e9\nlatency = 1e-6\n"
+    file = tmp_path / "measured.toml"
+    file.write_text(measured)
+    assert cluster(str(file)).seconds("all_gather", 1e9, 8, 1, (4,)) == pytest.approx(1e9 / 2e9 + 7 * 1e-6)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

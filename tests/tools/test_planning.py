@@ -23,6 +23,7 @@ from forge_train_tools.planning.imagined import ImaginedContext, imagined
 from forge_train_tools.planning.ledger import Ledger
 from forge_train_tools.planning.on_cuda import kernels_of_cuda
 from forge_train_tools.planning.roofline import DEVICES, Kernel, roofline
+from forge_train_tools.planning.traffic import Traffic
 from forge_train_tools.planning.watch import AnyDtype
 from forge_train_tools.planning.work import Work
 
@@ -295,6 +296,7 @@ def test_the_roofline_is_bound_by_what_takes_longest() -> None:
         "device": device.name,
         "compute": pytest.approx(2e-3),
         "attention": pytest.approx(2e-3),
+        "operands": 0,
         "memory": pytest.approx(3e-4),
         "fusible": pytest.approx(5e-3),
         "communication": pytest.approx(1e-3),
@@ -308,6 +310,8 @@ def test_the_roofline_is_bound_by_what_takes_longest() -> None:
     }
     slow = made([inside, Traffic("all_gather", "dp_shard", 2, 1, device.across * 9e-3, per_node=1)])
     assert (slow.bound, slow.step) == ("communication", pytest.approx(1e-2))  # type: ignore[attr-defined]
+    wide = made([Traffic("all_gather", "dp_shard", 16, 1, device.across * 8e-3, per_node=8)])
+    assert wide.communication == pytest.approx(1e-3)  # type: ignore[attr-defined]  # eight rings, eight adapters
     assert made([], "fp32").compute == pytest.approx(2e-3 * device.narrow / device.single)  # type: ignore[attr-defined]
     assert made([], peak=10**11).fits is False  # type: ignore[attr-defined]
     assert made([], peak=None).fits is None  # type: ignore[attr-defined]

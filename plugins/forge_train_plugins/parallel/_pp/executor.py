@@ -44,6 +44,7 @@ class Pipeline:
         units = (module for part in model.parts for module in part.modules() if module._compiled_call_impl)
         if any(getattr(part, "split_backward", False) for part in model.parts) and any(units):
             raise ConfigError(f"pp.schedule: {compiled(config.schedule)}")
+        self._recomputes = any("ac" in enabled.cls.provides for enabled in job.hooks.enabled.values())
         self._channel = Channel(job)
         self._interventions = Interventions.of(model, job)
         self._program = cache(self._make_program)
@@ -77,7 +78,10 @@ class Pipeline:
         if self._ties is not None:
             self._ties.refresh()
         operations, last = self._program(len(batches))
-        step = Step(self.model, self.task, self._parts, len(self._placement), self._channel, batches, scale)
+        count = len(self._placement)
+        step = Step(
+            self.model, self.task, self._parts, count, self._channel, batches, scale, recomputes=self._recomputes
+        )
         for operation in operations:
             step.do(operation, last=operation in last)
         self._channel.wait()

@@ -50,6 +50,8 @@ class Step:
         channel: Channel,
         batches: Sequence[Batch],
         scale: Tensor | float,
+        *,
+        recomputes: bool = False,
     ) -> None:
         """
         Args:
@@ -60,9 +62,12 @@ class Step:
             channel: to other ranks.
             batches: the micro-batches.
             scale: factor of the losses.
+            recomputes: whether units compute again what their backward pass needs. They do so in every call of autograd,
+                and a second half has one for each group of weights; it is then one whole backward pass instead.
         """
         self._model, self._task, self._channel = model, task, channel
         self._parts, self._count, self._batches, self._scale = parts, count, batches, scale
+        self._recomputes = recomputes
         self._local = {number: index for index, number in enumerate(parts)}
         self._hidden: dict[Place, Tensor | Receipt] = {}  # what a part is going to be given
         self._gradients: dict[Place, Tensor | Receipt] = {}  # of what it gave
@@ -137,9 +142,12 @@ class Step:
             return
         gradients = None if passed.gradient is None else [passed.gradient]
         with only_gradients("input"):
-            (of_x,), passed.groups = stage_backward_input(
-                [passed.out], gradients, [passed.x], iter(self._trained(action.part))
-            )
+            if self._recomputes:
+                (of_x,) = torch.autograd.grad(passed.out, passed.x, gradients, retain_graph=True, allow_unused=True)
+            else:
+                (of_x,), passed.groups = stage_backward_input(
+                    [passed.out], gradients, [passed.x], iter(self._trained(action.part))
+                )
         self._give_back(action, passed.x, of_x)
 
     def _weight(self, action: Action) -> None:
