@@ -126,6 +126,8 @@ class Row:
         pipeline = [f"pp.schedule={self.schedule}"] if self.pp > 1 else []
         pipeline += [f"pp.parts={self.parts}"] if self.parts else []
         pipeline += [f"pp.cuts={self._cuts(model)}"] if self.pp > 1 and "layers" in model else []
+        own = [one for axis in ("cp", "tp") if axis in used for one in source.get(axis, ())]
+        own += source.get("tp_pp", ()) if {"tp", "pp"} <= set(used) else ()
         batches = (f"train.global_batch={self.global_batch // self.flushes}", f"train.micro_batch={self.micro_batch}")
         return Request(
             config=model["preset"],
@@ -134,6 +136,7 @@ class Row:
             set=(
                 *model.get("set", ()),
                 *source.get("set", ()),
+                *own,
                 *recompute,
                 *pipeline,
                 *batches,

@@ -88,7 +88,7 @@ def everything(rows: Sequence[Row], processes: int, file: Path = FILE) -> dict[s
     """
     known = kept(file)
     alike = {_without_batch(row) for row in rows if not row.missing and row.key in known}
-    wanted = {_without_batch(row): row for row in reversed(rows) if not row.missing}
+    wanted = {_without_batch(row): row for row in rows[::-1] if not row.missing}
     wanted = {key: row for key, row in wanted.items() if key not in alike}
     with ProcessPoolExecutor(processes) as pool:
         for done in as_completed({pool.submit(_keyed, row) for row in wanted.values()}):

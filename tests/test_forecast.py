@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,9 +103,10 @@ def test_rows_that_differ_in_batches_are_in_one_half(bench: Any) -> None:
 def pair(bench: Any, by: Any, at: int) -> Any:
     """A row whose time and memory follow some constants exactly."""
     # Numbers without a common factor, so that every constant matters in some row and none in all alike.
+    traffic = (("all_gather", "tp", 8, 8, 0, 9e10 * (at % 5)), ("send", "dp_shard", 8, 8, 0, 7e11 * (at % 2)))
     planned = bench.rehearsing.Planned(
-        compute=1.0 + at % 3, narrow=0.5, memory=0.1, between=0.3 * (at % 4), blocking=0.2 * (at % 5),
-        hidden=1.5 * (at % 2), stretch=1.0 + 0.1 * (at % 3), peak=(10 + at) * GIB, flops_per_token=1e9,
+        products=1.0 + at % 3, narrow=0.5, operands=0.1, attention=0.1, memory=0.1, between=0.3 * (at % 4),
+        traffic=traffic, stretch=1.0 + 0.1 * (at % 3), peak=(10 + at) * GIB, flops_per_token=1e9,
     )  # fmt: skip
     row = dataclasses.replace(
         bench.published.rows()[0],
@@ -113,6 +115,7 @@ def pair(bench: Any, by: Any, at: int) -> Any:
         device="a100" if at % 3 else "h100",
         flushes=1,
         precision="bf16",
+        fused="yes" if at % 7 else "no",
         step_seconds=1.0,
         memory_gib=1.0,
     )
@@ -122,23 +125,68 @@ def pair(bench: Any, by: Any, at: int) -> Any:
 
 
 def test_the_fit_recovers_the_constants_behind_exact_times(bench: Any) -> None:
-    true = bench.forecasting.Constants(efficiency=0.62, ampere=0.45, network=0.7, allocated=1.07, reserved=1.2)
+    true = bench.forecasting.Constants(products=0.62, fused=0.45, network=0.7, allocated=1.07, reserved=1.2)
     some = [pair(bench, true, at) for at in range(60)]
     found = bench.forecasting.fit(some)
     assert bench.forecasting.COUNT <= 5
-    for name in ("efficiency", "ampere", "network", "allocated", "reserved"):
+    for name in ("products", "fused", "network", "allocated", "reserved"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), abs=0.01), name
     assert max(abs(one.time_error(found)) for one in some) < 0.01
     assert max(abs(one.memory_error(found)) for one in some) < 1e-6
 
 
+TRAFFIC = (("all_gather", "tp", 8, 8, 0, 0.3 * 450e9), ("all_gather", "dp_shard", 8, 8, 0, 10 * 450e9))
+"""0.3 seconds that layers wait for, and 10 of data parallelism, on the links of an H100's node."""
+
+
+def planned(bench: Any) -> Any:
+    return bench.rehearsing.Planned(2.0, 0.5, 0.06, 0.297, 0.1, 0.4, TRAFFIC, 1.5, GIB, 1e9)
+
+
 def test_a_time_counts_each_part_once(bench: Any) -> None:
-    planned = bench.rehearsing.Planned(2.0, 0.5, 0.1, 0.4, 0.3, 10.0, 1.5, GIB, 1e9)
-    work = 4.0 + 0.1 + 0.4
-    seconds = bench.forecasting.seconds
-    assert seconds(planned, 0.5, 0.5) == pytest.approx((work + 0.6) * 1.5 + 20 - work)
-    work = 3.0 + 0.1 + 0.4
-    assert seconds(planned, 0.5, 0.5, narrow=True) == pytest.approx((work + 0.6) * 1.5 + 20 - work)
+    by = bench.forecasting.Constants(products=0.5, fused=0.25, network=0.5)
+    row = next(row for row in bench.published.rows() if row.source == "automodel")
+    row = dataclasses.replace(row, device="h100", sequence=4096, flushes=1, precision="bf16", fused="yes", note="")
+
+    def seconds(**changes: str) -> float:
+        made = bench.forecasting.Pair(dataclasses.replace(row, **changes), planned(bench))
+        return float(made.seconds(by))
+
+    work = 2.0 / (0.5 * 0.803) + 1.0 + 0.1 + 0.1
+    assert seconds() == pytest.approx((work + 0.6) * 1.5 + 20 - work)
+    assert seconds(note="async TP") == pytest.approx(work * 1.5 + 20.6 - work)
+    eager = work + 0.3
+    assert seconds(fused="no") == pytest.approx((eager + 0.6) * 1.5 + 20 - eager)
+    narrow = work - 2.0 / (0.5 * 0.803) * 0.5 * (1 - 1 / 1.77) + 7 / 6 * 0.5 * 0.06
+    assert seconds(precision="fp8") == pytest.approx((narrow + 0.6) * 1.5 + 20 - narrow)
+
+
+def test_a_held_down_device_is_slower_in_each_kernel(bench: Any) -> None:
+    by = bench.forecasting.Constants(products=0.5, fused=0.25, network=0.5)
+    row = next(
+        row for row in bench.published.rows() if row.source == "torchtitan-asynctp" and not row.note.endswith("P")
+    )
+    row = dataclasses.replace(row, sequence=4096, flushes=1, precision="bf16", fused="yes")
+    work = (2.0 / (0.5 * 0.803) + 1.0) / (5 / 7) ** (1 / 3) + 0.2 * 3.35 / 2.4
+    made = bench.forecasting.Pair(row, planned(bench))
+    assert made.seconds(by) == pytest.approx((work + 0.6) * 1.5 + 20 - work)
+
+
+def test_nothing_is_hidden_on_a_measured_cluster(bench: Any) -> None:
+    from forge_train_tools.planning.clusters import cluster
+
+    assert bench.forecasting.unhidden(planned(bench), cluster("h100")) == pytest.approx(
+        (2 * 2.297 + 0.5 + 0.3) * 1.5 + 10
+    )
+
+
+def test_each_device_of_a_forecast_row_has_rates_with_a_source(bench: Any) -> None:
+    known = bench.forecasting.devices()
+    assert {row.device for row in bench.published.rows() if not row.missing} <= set(known)
+    for one in known.values():
+        assert "attention: " in one["source"]
+        assert 0 < one["products"] < 1
+        assert all(0 < share < 1 for share in one["attention"].values())
 
 
 def test_rows_that_differ_in_micro_batches_share_a_rehearsal(bench: Any) -> None:
@@ -146,14 +194,14 @@ def test_rows_that_differ_in_micro_batches_share_a_rehearsal(bench: Any) -> None
         next(row for row in bench.published.rows() if row.name.endswith(f"l12_tp1_pp2_dp4_mbc{count}_cef"))
         for count in (8, 32)
     )
-    planned = bench.rehearsing.Planned(2.0, 0.5, 0.1, 0.4, 0.3, 5.0, 1.2, GIB, 1e9)
-    found = bench.rehearsing.of_rows([few, many], {few.key: planned})
-    assert found[few.name] is planned
-    assert found[many.name].compute == pytest.approx(8.0)
-    assert found[many.name].hidden == planned.hidden
-    assert found[many.name].stretch == pytest.approx(1.05)
+    one = planned(bench)
+    found = bench.rehearsing.of_rows([few, many], {few.key: one})
+    assert found[few.name] is one
+    assert found[many.name].products == pytest.approx(8.0)
+    assert [size for *_, size in found[many.name].traffic] == pytest.approx([4 * TRAFFIC[0][-1], TRAFFIC[1][-1]])
+    assert found[many.name].stretch == pytest.approx(1.125)
     other = dataclasses.replace(many, tp=2, dp_shard=2, name="other")
-    assert other.name not in bench.rehearsing.of_rows([few, other], {few.key: planned})
+    assert other.name not in bench.rehearsing.of_rows([few, other], {few.key: one})
 
 
 def test_the_page_has_each_row_once(bench: Any) -> None:
@@ -174,7 +222,8 @@ def test_kendalls_tau_and_the_loss_of_a_pick(bench: Any) -> None:
     assert bench.live.kendall([1, 2, 3], [10, 20, 30]) == 1
     assert bench.live.kendall([1, 2, 3], [3, 2, 1]) == -1
     assert bench.live.kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
-    assert bench.live.loss_of_pick([1.0, 1.5], [3.0, 2.0]) == pytest.approx(0.5)
-    assert bench.live.loss_of_pick([1.0, 1.5], [1.0, 2.0]) == 0
-    assert bench.live.COUNT >= 12
+    assert bench.live.loss_of_pick({"a": 1.0, "b": 1.5}, {"a": 3.0, "b": 2.0}) == pytest.approx(0.5)
+    assert bench.live.loss_of_pick({"a": 1.0, "b": 1.5}, {"a": 1.0, "b": 2.0}) == 0
+    assert len(bench.live.LAYOUTS) >= 12
     assert len(bench.live.MODELS) == 2
+    assert math.prod(len(one) for one in (bench.live.MODELS, bench.live.LAYOUTS)) >= 24
