@@ -39,30 +39,31 @@ def page(every: list[Row], made: list[Pair], by: Constants, refused: Mapping[str
 `python benchmarks/forecast.py published`: {len(every)} measurements of {len(sources())} sources, of which
 {len(made)} are forecast. `benchmarks/published` has them with repository, commit and file.
 
-Each row is planned as `forge plan --device` plans it, with the layout, batches, recomputation, optimizer and loss of the
-measurement, and Forge's own kernels and collectives. A step takes
+Each row is planned as `forge plan --device` plans it, with the layout, batches, recomputation, optimizer and loss
+of the measurement, and Forge's own kernels and collectives. A step takes
 
     (products + attention + casts + memory + between + waited) × stretch + max(hidden − all work, 0)
 
-- `products` at the rate of the device's fastest product times a constant, for the H200's, H100's and A100's rows; on the
-  B200 at the mean rate of the models' own products, which the source of its rows measured. `attention` at the rate of
-  FlashAttention-2, or of the kernel of that source, by sequence length. `published/devices.toml` has these rates with
-  their sources. An H100 held to 500 W has a clock lower by the cube root.
-- `casts` of float8: seven bytes for each element of what is multiplied. Products of layers are faster by the ratio of the
-  fastest ones.
+- `products` at the rate of the device's fastest product times a constant, for the H200's, H100's and A100's rows;
+  on the B200 at the mean rate of the models' own products, which the source of its rows measured. `attention` at
+  the rate of FlashAttention-2, or of the kernel of that source, by sequence length. `published/devices.toml` has
+  these rates with their sources. An H100 held to 500 W has a clock lower by the cube root.
+- `casts` of float8: seven bytes for each element of what is multiplied. Products of layers are faster by the ratio
+  of the fastest ones.
 - `memory`: products and the optimizer that wait for it. `between` is everything between products as if nothing were
   fused, times a constant where a row's kernels are fused.
-- `waited`: collectives along tp, cp and ep and messages between stages; `hidden`: those of data parallelism, and with
-  async TP the others, too. A ring across nodes uses the adapters of all its ranks on a node (`forge plan` does the same).
+- `waited`: collectives along tp, cp and ep and messages between stages; `hidden`: those of data parallelism, and
+  with async TP the others, too. A ring across nodes uses the adapters of all its ranks on a node (`forge plan` does
+  the same).
 - `stretch` of a pipeline.
 
-Memory is the plan's peak, times a constant. Rows that differ in their number of micro-batches alone share one rehearsal,
-in proportion.
+Memory is the plan's peak, times a constant. Rows that differ in their number of micro-batches alone share one
+rehearsal, in proportion.
 
-**Calibration** fits {COUNT} constants on one half: products {by.products:.3f} of the fastest, {by.fused:.3f} of the time
-between products left where they are fused, network {by.network:.3f}, memory {by.allocated:.3f} of allocated and
-{by.reserved:.3f} of reserved bytes. A row is in that half if the SHA-256 of its source, model, device, devices, cp, tp, pp,
-ep and precision is even: rows that differ in their batches alone are in one half.
+**Calibration** fits {COUNT} constants on one half: products {by.products:.3f} of the fastest, {by.fused:.3f} of the
+time between products left where they are fused, network {by.network:.3f}, memory {by.allocated:.3f} of allocated
+and {by.reserved:.3f} of reserved bytes. A row is in that half if the SHA-256 of its source, model, device, devices,
+cp, tp, pp, ep and precision is even: rows that differ in their batches alone are in one half.
 """
     lines = [
         text,

@@ -49,10 +49,17 @@ def devices() -> dict[str, dict[str, Any]]:
     return tomllib.loads((FOLDER / "devices.toml").read_text(encoding="utf-8"))
 
 
-def traffic(planned: Planned, on: Cluster) -> tuple[float, float]:
-    """Seconds in collectives and messages that layers wait for, and in those of data parallelism."""
+def traffic(planned: Planned, on: Cluster, *, gathered: float = 1.0) -> tuple[float, float]:
+    """Seconds in collectives and messages that layers wait for, and in those of data parallelism.
+
+    Args:
+        planned: has them.
+        on: links.
+        gathered: bytes of what tensor parallelism gathers, over those in bf16.
+    """
     waited = hidden = 0.0
     for kind, axis, ranks, near, calls, size in planned.traffic:
+        size *= gathered if (kind, axis) == ("all_gather", "tp") else 1.0
         seconds = on.seconds(kind, size, ranks, calls, () if near >= ranks else (near,))
         if is_data(kind, axis):
             hidden += seconds
@@ -84,7 +91,7 @@ class Pair:
         row, plan, kernels, source = self.row, self.planned, devices()[self.row.device], sources()[self.row.source]
         on = cluster(row.device)
         clock = (source.get("watts", WATTS) / WATTS) ** (1 / 3)
-        slower = on.bandwidth / source.get("bandwidth", on.bandwidth)
+        slower = on.bandwidth / source.get("bandwidth", on.bandwidth) / kernels.get("bandwidth", 1.0)
         best = kernels["products"] * clock * (1.0 if kernels.get("shapes") else by.products)
         products, casts = plan.products / best, 0.0
         if row.precision == "fp8":
@@ -93,7 +100,9 @@ class Pair:
         attention = plan.attention / (_attention(kernels["attention"], row.sequence) * clock)
         between = plan.between * slower * (by.fused if row.fused == "yes" else 1.0)
         work = products + attention + casts + plan.memory * slower + between
-        waited, hidden = (one / by.network for one in traffic(plan, on))
+        # Tensorwise scales are known before activations are gathered; those of rows are not (torchao/float8).
+        early = row.precision == "fp8" and "rowwise" not in row.note
+        waited, hidden = (one / by.network for one in traffic(plan, on, gathered=0.5 if early else 1.0))
         if "async TP" in row.note:  # products are cut, and each piece runs while another travels
             waited, hidden = 0.0, hidden + waited
         return row.flushes * ((work + waited) * plan.stretch + max(hidden - work, 0.0))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from forge_train import Plugin, hookimpl, section
 from forge_train_kit.sections import OptimizerSection
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from forge_train import Job, Model
@@ -17,7 +19,7 @@ class Nearest(Plugin):
     """AdamW as KempnerForge has it (kempnerforge/training/optimizer.py): fused, in the dtype of the parameters."""
 
     api = (1, 0)
-    facts = {"plan.per_unit": True}
+    facts: ClassVar[Mapping[str, bool]] = {"plan.per_unit": True}
 
     @section
     class Config(OptimizerSection):

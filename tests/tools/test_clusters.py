@@ -59,7 +59,7 @@ def test_a_group_of_ranks_uses_the_link_of_its_level(tmp_path: Path) -> None:
 
 
 def test_a_ring_across_nodes_uses_the_adapters_of_all_its_ranks(tmp_path: Path) -> None:
-    """Each of a node's rings leaves it once: NCCL's rate of many ranks on a node is that of all of the node's adapters."""
+    """Each of a node's rings leaves it once, through an adapter of its own."""
     file = tmp_path / "mine.toml"
     file.write_text(GOOD)
     found = cluster(str(file))

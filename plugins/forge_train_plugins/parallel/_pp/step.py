@@ -62,8 +62,8 @@ class Step:
             channel: to other ranks.
             batches: the micro-batches.
             scale: factor of the losses.
-            recomputes: whether units compute again what their backward pass needs. They do so in every call of autograd,
-                and a second half has one for each group of weights; it is then one whole backward pass instead.
+            recomputes: whether units compute again what their backward pass needs. They do so in every call of
+                autograd, and a second half has one for each group of weights: it is one whole backward pass then.
         """
         self._model, self._task, self._channel = model, task, channel
         self._parts, self._count, self._batches, self._scale = parts, count, batches, scale
@@ -143,11 +143,14 @@ class Step:
         gradients = None if passed.gradient is None else [passed.gradient]
         with only_gradients("input"):
             if self._recomputes:
-                (of_x,) = torch.autograd.grad(passed.out, passed.x, gradients, retain_graph=True, allow_unused=True)
+                of_x: Tensor | None = torch.autograd.grad(
+                    passed.out, passed.x, gradients, retain_graph=True, allow_unused=True
+                )[0]
             else:
-                (of_x,), passed.groups = stage_backward_input(
+                found, passed.groups = stage_backward_input(
                     [passed.out], gradients, [passed.x], iter(self._trained(action.part))
                 )
+                of_x = found[0]
         self._give_back(action, passed.x, of_x)
 
     def _weight(self, action: Action) -> None:
