@@ -10,7 +10,7 @@ from functools import cache
 from statistics import mean, median
 from typing import Any
 
-from published import FOLDER, GIB, Row, sources
+from published import FOLDER, GIB, Row, models, sources
 from rehearsing import Planned, is_data
 
 from forge_train_tools.planning.clusters import Cluster, cluster
@@ -113,7 +113,19 @@ class Pair:
 
     def memory(self, by: Constants) -> float:
         """Bytes."""
-        return float(getattr(by, self.kind)) * self.planned.peak
+        return float(getattr(by, self.kind)) * self.peak
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the plan, and of what the source's framework keeps beside: see `whole_embedding` in sources.toml."""
+        row, model = self.row, models()[self.row.model]
+        if not sources()[row.source].get("whole_embedding") or row.tp == 1 or row.pp > 1:
+            return self.planned.peak
+        # bf16 once whole, fp32 gradients, and bf16 parameters, gradients and both states in shards
+        beside = model["embedding"] * (1 - 1 / row.tp) * (2 + 4 + 8 / row.dp_shard)
+        if row.dp_shard == 1:
+            beside += 2 * model["parameters"] / row.tp  # gradients in fp32, where the plan has bf16
+        return self.planned.peak + beside
 
     @property
     def kind(self) -> str:
@@ -143,9 +155,7 @@ def fit(some: list[Pair]) -> Constants:
     """
     best, step = Constants(), 0.25
     for kind in ("allocated", "reserved"):
-        ratios = [
-            one.row.memory_gib * GIB / one.planned.peak for one in some if one.row.memory_gib and one.kind == kind
-        ]
+        ratios = [one.row.memory_gib * GIB / one.peak for one in some if one.row.memory_gib and one.kind == kind]
         best = replace(best, **{kind: median(ratios) if ratios else 1.0})
     least = _loss(some, best)
     while step > 1e-4:
