@@ -91,7 +91,7 @@ class Pair:
         row, plan, kernels, source = self.row, self.planned, devices()[self.row.device], sources()[self.row.source]
         on = cluster(row.device)
         clock = (source.get("watts", WATTS) / WATTS) ** (1 / 3)
-        slower = on.bandwidth / source.get("bandwidth", on.bandwidth) / kernels.get("bandwidth", 1.0)
+        slower = on.bandwidth / source.get("bandwidth", on.bandwidth)
         best = kernels["products"] * clock * (1.0 if kernels.get("shapes") else by.products)
         products, casts = plan.products / best, 0.0
         if row.precision == "fp8":
