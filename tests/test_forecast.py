@@ -158,7 +158,18 @@ def test_a_time_counts_each_part_once(bench: Any) -> None:
     eager = work + 0.3
     assert seconds(fused="no") == pytest.approx((eager + 0.6) * 1.5 + 20 - eager)
     narrow = work - 2.0 / (0.5 * 0.803) * 0.5 * (1 - 1 / 1.77) + 7 / 6 * 0.5 * 0.06
-    assert seconds(precision="fp8") == pytest.approx((narrow + 0.6) * 1.5 + 20 - narrow)
+    assert seconds(precision="fp8") == pytest.approx((narrow + 0.3) * 1.5 + 20 - narrow)
+    assert seconds(precision="fp8", note="rowwise scales") == pytest.approx((narrow + 0.6) * 1.5 + 20 - narrow)
+
+
+def test_whole_embeddings_are_counted_where_the_source_has_them(bench: Any) -> None:
+    known = {row.name: row for row in bench.published.rows()}
+    one, two, four = (
+        known[f"kempnerforge {name}"] for name in ("02 7b fsdp2 tp1", "06 7b fsdp2 tp2", "03 7b fsdp1 tp2")
+    )
+    made = [bench.forecasting.Pair(row, planned(bench)).peak - GIB for row in (one, two, four)]
+    half = 128256 * 4096 / 2
+    assert made == pytest.approx([0, half * 10, half * 14 + 8.03e9])
 
 
 def test_a_held_down_device_is_slower_in_each_kernel(bench: Any) -> None:
