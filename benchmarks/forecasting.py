@@ -68,13 +68,6 @@ def traffic(planned: Planned, on: Cluster, *, gathered: float = 1.0) -> tuple[fl
     return waited, hidden
 
 
-def unhidden(planned: Planned, on: Cluster) -> float:
-    """Seconds of a step on a measured cluster, without a fitted constant and with nothing hidden: a CPU does both."""
-    work = (planned.products + planned.attention) / on.efficiency + planned.memory + planned.between
-    waited, data = traffic(planned, on)
-    return (work + waited) * planned.stretch + data
-
-
 @dataclass(frozen=True)
 class Pair:
     """A measurement and its plan."""

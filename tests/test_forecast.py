@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,14 +182,6 @@ def test_a_held_down_device_is_slower_in_each_kernel(bench: Any) -> None:
     assert made.seconds(by) == pytest.approx((work + 0.6) * 1.5 + 20 - work)
 
 
-def test_nothing_is_hidden_on_a_measured_cluster(bench: Any) -> None:
-    from forge_train_tools.planning.clusters import cluster
-
-    assert bench.forecasting.unhidden(planned(bench), cluster("h100")) == pytest.approx(
-        (2 * 2.297 + 0.5 + 0.3) * 1.5 + 10
-    )
-
-
 def test_each_device_of_a_forecast_row_has_rates_with_a_source(bench: Any) -> None:
     known = bench.forecasting.devices()
     assert {row.device for row in bench.published.rows() if not row.missing} <= set(known)
@@ -233,8 +224,7 @@ def test_kendalls_tau_and_the_loss_of_a_pick(bench: Any) -> None:
     assert bench.live.kendall([1, 2, 3], [10, 20, 30]) == 1
     assert bench.live.kendall([1, 2, 3], [3, 2, 1]) == -1
     assert bench.live.kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
-    assert bench.live.loss_of_pick({"a": 1.0, "b": 1.5}, {"a": 3.0, "b": 2.0}) == pytest.approx(0.5)
-    assert bench.live.loss_of_pick({"a": 1.0, "b": 1.5}, {"a": 1.0, "b": 2.0}) == 0
-    assert len(bench.live.LAYOUTS) >= 12
+    assert bench.live.loss_of_pick([1.0, 1.5], [3.0, 2.0]) == pytest.approx(0.5)
+    assert bench.live.loss_of_pick([1.0, 1.5], [1.0, 2.0]) == 0
+    assert bench.live.COUNT >= 12
     assert len(bench.live.MODELS) == 2
-    assert math.prod(len(one) for one in (bench.live.MODELS, bench.live.LAYOUTS)) >= 24
