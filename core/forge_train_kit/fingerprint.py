@@ -46,18 +46,26 @@ def source_files(ref: PluginRef) -> dict[str, Path]:
         file = next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
         if file is not None:
             found[name] = file
-            waiting += _imports(file, name)
+            package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+            waiting += _imports(file.read_bytes(), package)
     return found
 
 
-def _imports(file: Path, module: str) -> Iterator[str]:
-    """Dotted names that a file may import, wherever in it the statement stands."""
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+@cache
+def _imports(source: bytes, package: str) -> tuple[str, ...]:
+    """Dotted names that a file may import, wherever in it the statement stands. Plugins share most files."""
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
+        return ()
+    return tuple(_names(tree, package))
+
+
+def _names(tree: ast.AST, package: str) -> Iterator[str]:
+    """Those of statements alone, which are a tenth of all nodes."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,3 +77,5 @@ def _imports(file: Path, module: str) -> Iterator[str]:
                 continue
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
+        for below in ("body", "orelse", "handlers", "finalbody", "cases"):
+            waiting += getattr(node, below, ()) if not isinstance(node, ast.expr) else ()
