@@ -89,7 +89,7 @@ class Tree:
 
     def put(self, key: Key, value: Value) -> None:
         key = self.aliases.get(key, key)
-        for other in [k for k in self.values if k[: len(key)] == key or key[: len(k)] == k]:
+        for other in [k for k in self.values if k[0] == key[0] and (k[: len(key)] == key or key[: len(k)] == k)]:
             del self.values[other]
         for table in [k for k in self.tables if len(k) > 1 and k[: len(key)] == key]:
             del self.tables[table]
@@ -102,7 +102,7 @@ class Tree:
         empty = {
             key: Value({}, origin)
             for key, origin in self.tables.items()
-            if len(key) > 1 and not any(other[: len(key)] == key for other in self.values)
+            if len(key) > 1 and key[:size] == prefix and not any(other[: len(key)] == key for other in self.values)
         }
         found = {**self.values, **empty}
         return {key[size:]: value for key, value in found.items() if key[:size] == prefix and len(key) > size}

@@ -7,6 +7,7 @@ import difflib
 import functools
 import inspect
 import typing
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from .known_facts import Facts
 from .rules import problems
 
 Specs = Mapping[str, HookSpec[..., Any]]
+_sound: weakref.WeakKeyDictionary[type, tuple[object, ...]] = weakref.WeakKeyDictionary()
+"""Classes without a mistake, and what that was found of: looking at one takes longer than constructing it."""
 _NO_METHODS = (property, functools.cached_property, functools.partial)
 
 
@@ -49,11 +52,16 @@ def inspector() -> Callable[[EnabledPlugin], list[str]]:
 
     def mistakes(enabled: EnabledPlugin) -> list[str]:
         specs = enabled.specs
+        seen = (enabled.ref, frozenset(specs.values()), *map(id, vars(enabled.cls).values()))
+        if _sound.get(enabled.cls) == seen:
+            return [*facts.problems(enabled)]
         found = undecorated(enabled, specs)
         if implemented(enabled.cls) or not found:
             found += unknown(enabled, specs)
         found += [*misfits(enabled, specs), *malformed(enabled, specs), *halved(enabled), *_constructor(enabled)]
         found += filter(None, [section_problem(enabled.ref, enabled.cls)])
+        if not found:
+            _sound[enabled.cls] = seen
         return [*found, *facts.problems(enabled)]
 
     return mistakes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,8 @@ def lay(request: Request) -> Tree:
     """
     tree = Tree(parallel=section_of)
     if beneath := base_preset():
-        bottom = read(beneath)
-        aliases: dict[str, str] = bottom.data.get("aliases", {})
-        tree.aliases = {tuple(key.split(".")): tuple(other.split(".")) for key, other in aliases.items()}
-        lay_file(tree, bottom, Origin("preset", beneath.name))
-        tree.drop("aliases")
-        tree.base = {key: value.value for key, value in tree.values.items() if key[0] in ("plugins", "defaults")}
+        bottom = _bottom(beneath, beneath.stat().st_mtime_ns)
+        tree = replace(bottom, values={**bottom.values}, tables={**bottom.tables}, mistakes=[*bottom.mistakes])
     document, is_preset = _main_document(request.config)
     if document is not None:
         parent = document.data.get("preset")
@@ -99,6 +96,18 @@ def lay(request: Request) -> Tree:
     for assignment in request.set:
         _assign(tree, assignment, Origin("--set", f"--set {brief(assignment)}"))
     tree.source = document.path.stem if document else "base"
+    return tree
+
+
+@lru_cache(maxsize=1)
+def _bottom(path: Path, changed: int) -> Tree:
+    """The preset beneath every configuration, laid once for all that a process reads."""
+    tree, document = Tree(parallel=section_of), read(path)
+    aliases: dict[str, str] = document.data.get("aliases", {})
+    tree.aliases = {tuple(key.split(".")): tuple(other.split(".")) for key, other in aliases.items()}
+    lay_file(tree, document, Origin("preset", path.name))
+    tree.drop("aliases")
+    tree.base = {key: value.value for key, value in tree.values.items() if key[0] in ("plugins", "defaults")}
     return tree
 
 

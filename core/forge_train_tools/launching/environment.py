@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import lru_cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ def environment(request: Request | None = None) -> dict[str, Any]:
         "launcher": World.here().launcher,
         "argv": sys.argv,
         "folder": str(Path.cwd()),
-        "packages": dict(sorted(map(identity, distributions()))),
+        "packages": _packages(tuple((one, Path(one).stat().st_mtime_ns) for one in sys.path if Path(one).is_dir())),
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -55,6 +56,12 @@ def environment(request: Request | None = None) -> dict[str, Any]:
         },
         "given": _given(request) if request else None,
     }
+
+
+@lru_cache(maxsize=1)
+def _packages(path: tuple[tuple[str, int], ...]) -> dict[str, str]:
+    """Name → version of what is installed, read again when a folder of the path changes."""
+    return dict(sorted(map(identity, distributions())))
 
 
 def _given(request: Request) -> dict[str, Any]:
