@@ -52,6 +52,7 @@ def test_the_loader_of_text(script: Script, tmp_path: Path) -> None:
     assert script("run").text(f"text.path={tmp_path / 'text.txt'}", f"text.cache={tmp_path}")[0].what
 
 
+@pytest.mark.slow
 def test_attention_over_packed_documents(script: Script, tmp_path: Path) -> None:
     attention = script("attention", TOKENS=256, STEP=64)
     work = {name: attention.attention(name) for name in attention.KERNELS}
@@ -60,6 +61,8 @@ def test_attention_over_packed_documents(script: Script, tmp_path: Path) -> None
     assert attention.steps(tmp_path, 32).keys() == {"joined", "apart", "dense"}
 
 
+@pytest.mark.extended  # CI runs what they measure
+@pytest.mark.slow
 def test_captured_activations(script: Script, tmp_path: Path) -> None:
     captured = script("captured")
     captured.LAYOUTS = {"pp2": captured.LAYOUTS["pp2"], "ep2": captured.LAYOUTS["ep2"]}
@@ -78,6 +81,8 @@ def test_decoding_clips(script: Script) -> None:
     assert clips.grown(memory, 20) == (memory[-1] - memory[0]) * 2**20 / 18
 
 
+@pytest.mark.extended  # CI runs what they measure
+@pytest.mark.slow
 def test_frozen_encoders(script: Script) -> None:
     found = script("frozen_encoders", IMAGES=2, SEQUENCE=64).measured(1)
     assert all(0 < vision < step for vision, step in found.values())
@@ -152,6 +157,8 @@ def test_answers(script: Script, tmp_path: Path) -> None:
     assert asked.share(asked.base) == 0.0
 
 
+@pytest.mark.extended  # CI runs what they measure
+@pytest.mark.slow
 def test_records(script: Script, tmp_path: Path) -> None:
     records = script("records", COUNT=24, FEW=16, SHARED=8)
     records.desk(tmp_path)
@@ -233,6 +240,7 @@ def test_evaluating_while_training(script: Script, tmp_path: Path, monkeypatch: 
     assert "| written.toml |" in training.page(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_seeing(script: Script, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drawings, the questions and the page; a model of two steps tells nothing."""
@@ -281,6 +289,8 @@ def test_a_report_of_many_long_runs(script: Script, tmp_path: Path, monkeypatch:
     assert "| spikes that are missing, of 30 | 0 | 0 |" in viewer.report(found)
 
 
+@pytest.mark.extended  # CI runs what they measure
+@pytest.mark.slow
 def test_the_search(script: Script, tmp_path: Path) -> None:
     found = script("search", WORLD=2, RESULTS=tmp_path / "search.md")
     small = ("decoder.layers=1", "train.sequence=16", "train.global_batch=4", "train.precision=bf16")

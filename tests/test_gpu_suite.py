@@ -34,7 +34,8 @@ EXTENDED = (
     *("attention-sdpa-flash-fp32", "attention-sdpa-flash-bf16", "attention-sdpa-math-bf16", "attention-sdpa-math-fp16"),
     *("verify-bf16", "verify-fp32", "verify-lora", "compile-sdpa", "compile-flex-ac", "compile-varlen"),
     *("ask-generate-memory", "ask-capture-moe", "ask-capture-mla", "ask-capture-delta_net", "ask-grpo"),
-    *("speed-1b-fp8", "speed-8b-8-layers-bf16", "speed-moe-bf16"),
+    *("speed-1b-fp8", "speed-8b-8-layers-bf16", "speed-moe-bf16", "speed-8b-8-layers-fp8"),
+    *("verify-moe", "compile-varlen-ac", "attention-sdpa-flash-fp16", "resume-bf16", "waits-varlen"),
 )
 
 

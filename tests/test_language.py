@@ -50,6 +50,7 @@ def files() -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
+@pytest.mark.slow
 def test_no_docstring_begins_with_a_noun_clause() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}"
@@ -60,6 +61,7 @@ def test_no_docstring_begins_with_a_noun_clause() -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_no_text_has_a_banned_turn() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {found[0]!r}; write {better}"

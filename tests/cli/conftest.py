@@ -56,7 +56,8 @@ def forge(folder: Path, logger: logging.Logger, capsys: pytest.CaptureFixture[st
 
     def command(*arguments: str, fails: int = 0) -> Ended:
         capsys.readouterr()
-        with warm.ranks() if "--nproc" in arguments else nullcontext():
+        several = "--nproc" in arguments or any(one.endswith(".zip") for one in arguments)  # a pack says how many
+        with warm.ranks() if several else nullcontext():
             code = run(list(arguments))
         out, err = capsys.readouterr()
         assert code == fails, f"exit code {code}\n{out}\n{err}"

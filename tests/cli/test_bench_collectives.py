@@ -12,6 +12,7 @@ from forge_train_tools.planning.clusters import KINDS, cluster
 MEASURE = ("bench", "collectives", "tiny.toml", "--nproc", "2", "--largest", "0.125", "--repeat", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_are_measured(forge: Forge, folder: Path) -> None:
     found = forge(*MEASURE, "--out", "here.toml", "--json").json

@@ -112,6 +112,7 @@ def test_a_folded_text_keeps_its_lines_and_their_indents(monkeypatch: pytest.Mon
         assert folded(text, io.StringIO()) == text
 
 
+@pytest.mark.slow
 def test_no_color_leaves_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch) as shown:
         assert styled("Error:", RED, shown) == "\x1b[31mError:\x1b[0m"

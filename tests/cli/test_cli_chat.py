@@ -220,6 +220,7 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.dist
 def test_on_a_terminal(hf: Path) -> None:

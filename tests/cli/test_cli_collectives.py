@@ -43,6 +43,7 @@ class Reads(Plugin):
 TWO = ("plan", "tiny.toml", "--world", "2", "-p", "fsdp2", "-s", "train.global_batch=4", "--check-collectives")
 
 
+@pytest.mark.slow
 def test_ranks_that_agree(forge: Forge) -> None:
     made = forge(*TWO, "--json").json
     assert made["faults"] == made["notes"] == []
@@ -50,6 +51,7 @@ def test_ranks_that_agree(forge: Forge) -> None:
     assert (made["world"], made["rehearsed"]) == (2, 2)
 
 
+@pytest.mark.slow
 def test_a_rank_alone(
     forge: Forge, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,7 @@ def stages(forge: Forge, *asked: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_show_follows_the_configuration(forge: Forge, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     for path in folder.iterdir():
@@ -178,6 +179,7 @@ def test_a_plugin_tells_its_own_stages(
         assert ended.out.index("numbers") < ended.out.index("rows of 16")
 
 
+@pytest.mark.slow
 def test_a_plugin_sees_the_ranks_that_are_asked_for(
     forge: Forge, folder: Path, distribution: Callable[..., Path]
 ) -> None:

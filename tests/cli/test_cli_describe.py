@@ -43,6 +43,7 @@ def outside(distribution: Distribution) -> None:
     distribution("described-dist", modules, points)
 
 
+@pytest.mark.slow
 def test_json_describes_everything(forge: Forge, outside: None) -> None:
     done = forge("describe", "--json")
     assert "Plugin 'broken' (described-dist 1.5) failed to import" in done.err

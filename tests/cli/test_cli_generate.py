@@ -215,6 +215,7 @@ class TestContinued:
         other = heads_data.write(tmp_path / "other.jsonl", [{"prompt": "abc"}])
         assert "was begun with another content of --from-file" in refusal(out, data=other)
 
+    @pytest.mark.extended  # test_cli_infer.py has that of the same jobs
     @pytest.mark.slow
     @pytest.mark.dist
     @pytest.mark.e2e

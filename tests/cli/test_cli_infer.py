@@ -150,6 +150,7 @@ HEADS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_other_heads_give_their_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
     data, settings, name = HEADS[head]

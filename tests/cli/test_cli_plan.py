@@ -133,6 +133,7 @@ def test_the_parameters_are_those_of_the_run(forge: Forge, folder: Path) -> None
     assert counts["tied"] == []
 
 
+@pytest.mark.slow
 def test_tied_parameters_count_once(forge: Forge) -> None:
     loose, tied = planned(forge)["parameters"], planned(forge, "-s", "decoder.tied=true")["parameters"]
     assert tied["tied"] == [["embedding.weight", "head.weight"]]
@@ -164,7 +165,7 @@ def test_activations_grow_with_the_micro_batch(forge: Forge) -> None:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        ("zero1", "fp32"),
+        pytest.param("zero1", "fp32", marks=pytest.mark.extended),
         ("fsdp2,tp", "bf16"),
         pytest.param("fsdp2", "bf16", marks=pytest.mark.extended),
         pytest.param("fsdp2", "fp32", marks=pytest.mark.extended),
@@ -195,6 +196,7 @@ def test_what_can_t_be_known_is_said(forge: Forge, plugins: None) -> None:
     assert "not known" in forge("plan", "tiny.toml", "-p", "plan_plugins:Reader").out
 
 
+@pytest.mark.slow
 def test_a_step_that_can_t_be_taken_leaves_the_rest(
     forge: Forge, plugins: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,6 +231,7 @@ def test_phases_idle_plugins_and_slots(forge: Forge, plugins: None) -> None:
     assert "in place of adamw" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -261,6 +264,7 @@ def test_what_a_run_would_be_refused_for(forge: Forge, plugins: None) -> None:
 SPLIT = ("--world", "8", "-p", "tp", "-s", "parallel.tp=2", "-s", "train.global_batch=16")
 
 
+@pytest.mark.slow
 def test_one_plan_after_another_leaves_no_process_group(forge: Forge) -> None:
     def again(*arguments: str) -> Any:
         return forge("plan", "tiny.toml", "--json", *arguments).json
@@ -271,6 +275,7 @@ def test_one_plan_after_another_leaves_no_process_group(forge: Forge) -> None:
     assert again(*SPLIT) == split
 
 
+@pytest.mark.slow
 def test_phases_meshes_and_grids(forge: Forge) -> None:
     plan = planned(forge, *SPLIT)
     assert [(entry["phase"], entry["plugin"]) for entry in plan["phases"]] == [("TENSOR", "tp"), ("SHARD", "fsdp2")]
@@ -335,6 +340,7 @@ def test_the_kernels_do_what_the_model_declares(forge: Forge) -> None:
     assert plan["kernel_flops"] == pytest.approx(plan["flops_per_token"] * 2 * 64, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_device(forge: Forge) -> None:
     roof = planned(forge, *SPLIT, "--device", "H100", "--nodes", "4")["roofline"]
     assert roof["bound"] in ("compute", "memory", "communication")
@@ -349,6 +355,7 @@ def test_a_device(forge: Forge) -> None:
     assert planned(forge, *SPLIT)["roofline"] is None
 
 
+@pytest.mark.slow
 def test_warnings(forge: Forge) -> None:
     assert planned(forge, *SPLIT)["warnings"] == []
     plan = planned(forge, *SPLIT, "--nodes", "8")
@@ -377,6 +384,7 @@ def test_data_says_what_a_batch_looks_like(forge: Forge, plugins: None) -> None:
     assert described["activations"] >= silent["activations"] + mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("-p", "compile"), ("-s", "train.precision=fp16"), ("-s", "decoder.tied=true")])
 def test_plans_what_trains(forge: Forge, options: tuple[str, ...]) -> None:
     for world in ("1", "2"):
@@ -396,6 +404,7 @@ def test_shows_the_groups_of_parameters_that_patterns_make(forge: Forge) -> None
     assert "layers.*.attention.*           8" in forge("plan", "-s", groups, "-s", "decoder.layers=2").out
 
 
+@pytest.mark.slow
 def test_a_pattern_for_one_of_many_layers_is_planned_and_one_for_none_is_refused(forge: Forge) -> None:
     made = forge("plan", "--json", "-s", "decoder.layers=16", "-s", 'adamw.groups=[{match="layers.7.*", lr=0.5}]').json
     assert sum(one["parameters"] for one in made["optimizer"] if one["match"] == "layers.7.*") > 0

@@ -38,6 +38,7 @@ def test_every_technique_that_is_a_plugin_has_a_preset() -> None:
     assert [one.name for one in own if f'"{one.name}"' not in told and one.name not in brought] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_a_preset_trains(forge: Forge, folder: Path, name: str) -> None:
     said = forge("train", name, *settings(folder / "corpus.txt", name), "--json", "--without", "tensorboard").json

@@ -76,6 +76,7 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_proposed_can_be_typed(forge: Forge, folder: Path, case: str) -> None:
     pytest.importorskip("transformers")
@@ -97,6 +98,7 @@ def test_what_is_proposed_can_be_typed(forge: Forge, folder: Path, case: str) ->
     assert type_all(forge, ended) == expected
 
 
+@pytest.mark.slow
 def test_a_run_on_several_processes_is_told_with_their_number(forge: Forge) -> None:
     experts = ["-p", "moe,ep", "-s", "parallel.ep=2", "-s", "moe.experts=4", "-s", "moe.hidden=8"]
     ended = forge("train", "tiny.toml", "--nproc", "2", "-s", "train.steps=1", "-s", "train.micro_batch=1", *experts)

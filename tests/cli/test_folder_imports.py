@@ -90,6 +90,7 @@ def test_a_new_head_is_in_the_import_with_its_classes(forge: Forge, folder: Path
 TWO = ("-s", "train.steps=1", "-s", "train.global_batch=2", "-s", "run.device=cpu", "-s", "train.evaluate_every=0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "more", "plugins"),
     [
@@ -124,6 +125,7 @@ def test_every_kind_of_folder_trains(
     assert len(imports(folder)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model")
 def test_a_run_that_keeps_a_part_imports_what_it_starts_from(forge: Forge, folder: Path) -> None:
     forge("config", "show", "--from", "hf", *CHATS)

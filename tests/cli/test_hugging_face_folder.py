@@ -22,6 +22,7 @@ def model(folder: Path) -> Path:
     return folder / "hf"
 
 
+@pytest.mark.slow
 def test_shown_planned_and_verified(forge: Forge, folder: Path, model: Path) -> None:
     shown = forge("config", "show", "hf", *CHATS, "--json")
     assert f"{model} is imported as runs/imported/" in shown.err
@@ -63,6 +64,7 @@ def test_trained_straight_from_the_folder(forge: Forge, folder: Path, model: Pat
     assert "knows the architecture" in forge("train", "--from", strange(folder), *CHATS, fails=2).err
 
 
+@pytest.mark.slow
 def test_looked_at_without_a_checkpoint(forge: Forge, folder: Path, model: Path) -> None:
     (folder / "text.txt").write_text("say one two three\n" * 200)
     text = ("-s", "text.path=text.txt", "-s", "train.sequence=16", "-s", "train.global_batch=2")

@@ -151,6 +151,7 @@ def test_a_field_that_is_null_is_absent(tmp_path: Path) -> None:
     assert there in refusal(tmp_path, NULLS | {"prompt": "say"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "said"),
     [

@@ -40,6 +40,7 @@ def _count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [one for one in MODELS if one.name not in SEEING], ids=lambda preset: preset.name)
 def test_has_the_published_number_of_parameters(preset: Preset, tmp_path: Path) -> None:
     """Counted in Forge's model, and in the one that transformers builds from the `config.json` of its export."""
@@ -136,6 +137,7 @@ def test_ernie_has_what_is_published_but_for_experts_of_images_and_connector(tmp
     )
 
 
+@pytest.mark.slow
 def test_fits_on_the_hardware_that_it_names(forge: Forge) -> None:
     """The smallest; `python benchmarks/run.py presets` plans all."""
     preset = min(MODELS, key=lambda one: one.parameters)

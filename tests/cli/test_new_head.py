@@ -100,6 +100,7 @@ def test_a_model_without_a_head_stays_tied(forge: Forge, folder: Path) -> None:
     forge("train", "--from", "out", *sets("text.path=corpus.txt"), "--name", "run")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("labels")
 @pytest.mark.parametrize("kind", ["Model", "cut", "ForSequenceClassification"])
 @pytest.mark.parametrize("plugins", [(), ("-p", "hf")])

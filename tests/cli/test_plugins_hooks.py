@@ -85,6 +85,7 @@ def test_it_lists_who_declares_calls_and_implements() -> None:
     assert not {"judge", "text_length", "judge.hookspecs"} & sys.modules.keys()
 
 
+@pytest.mark.slow
 def test_a_module_may_call_the_hooks_that_it_declares(site: Path) -> None:
     plugin = (site / "judge" / "plugin.py").read_text(encoding="utf-8")
     own = (site / "judge" / "hookspecs.py").read_text(encoding="utf-8")

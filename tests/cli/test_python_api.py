@@ -219,6 +219,7 @@ class TestTheProcess:
         assert open_run().outcome == "failed"
         assert train("tiny.toml", SMALL, quiet=True).outcome == "done"
 
+    @pytest.mark.slow
     def test_holds_no_model_afterwards(self) -> None:
         train("tiny.toml", SMALL, quiet=True)
         gc.unfreeze()

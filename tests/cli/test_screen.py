@@ -68,6 +68,7 @@ def test_a_long_value_does_not_widen_a_table(forge: Forge) -> None:
     assert max(len(line) for line in lines if line is not own) < 3 * WIDEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "columns"), crossed(["presets", "plugins list", "config show"], [40, 60, 80, 200]))
 def test_lists_fit_the_terminal(command: str, columns: int) -> None:
     lines = typed(*command.split(), columns=columns)
@@ -133,6 +134,7 @@ def test_bf16_is_no_float8(forge: Forge) -> None:
     assert re.search(r"· precision \(\d+\)", said)
 
 
+@pytest.mark.slow
 def test_the_plan_of_bf16_has_no_float8_and_no_idle_precision(forge: Forge) -> None:
     shown = forge("plan", "tiny.toml", "-s", "train.precision=bf16").out
     assert re.search(r"^  PRECISION +precision", shown, re.MULTILINE)

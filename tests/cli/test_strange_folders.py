@@ -139,6 +139,7 @@ def test_it_is_told_at_every_door(forge: Forge, folder: Path, case: str, doors: 
     assert not (folder / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", [(), ("-p", "hf")], ids=["decoder", "hf"])
 @pytest.mark.parametrize(
     ("tied", "change", "says"),

@@ -131,6 +131,7 @@ def test_weights_that_are_loaded_at_the_start_are_all_it_knows(run_forge: RunFor
     assert all(torch.equal(run.plugin("recorder").weights[0][name], mean) for name, mean in average(run).items())
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_average_of_sharded_weights_is_sharded_and_resumed(
     ranks: Pool, run_forge: RunForge, tmp_path: Path

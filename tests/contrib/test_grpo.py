@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import grpo_cases
+from crossed import marked
 from forge_train import ConfigError
 from forge_train.base.errors import ForgeError
 from forge_train_contrib._grpo.gym import Gym
@@ -86,7 +87,7 @@ def alone(ranks: Pool, base: str, tmp_path_factory: pytest.TempPathFactory) -> d
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, ["tp"]))  # which judges fresh answers below
 def test_two_ranks_equal_one_process(
     ranks: Pool, tmp_path: Path, base: str, alone: dict[str, Any], layout: str
 ) -> None:
@@ -117,7 +118,7 @@ def fresh(ranks: Pool, base: str, tmp_path_factory: pytest.TempPathFactory) -> l
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["alone", "fsdp2", "tp"])
+@pytest.mark.parametrize("layout", ["alone", pytest.param("fsdp2", marks=pytest.mark.extended), "tp"])
 def test_ratios_of_fresh_answers_are_one_for_any_truncation(
     ranks: Pool, tmp_path: Path, base: str, fresh: list[dict[str, Any]], layout: str
 ) -> None:

@@ -207,8 +207,9 @@ def alone(ranks: Pool, judge: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return dict(ranks.run("grpo_cases:trained", 1, folder=str(folder), config=config, steps=2)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["fsdp2", "tp"])
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("tp", marks=pytest.mark.extended)])
 def test_two_ranks_judge_as_one_process(
     ranks: Pool, tmp_path: Path, judge: str, alone: dict[str, Any], layout: str
 ) -> None:

@@ -43,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.path[:] = before
 
 
+@pytest.mark.slow
 def test_the_family_is_imported_trained_and_exported_as_written(folder: Path) -> None:
     blocks = re.findall(r"```console\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     commands = [shlex.split(line.removeprefix("$ ")) for block in blocks for line in block.splitlines()]

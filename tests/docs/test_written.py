@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from crossed import marked
 from forge_cli import forge
 from pages import parse
@@ -31,6 +32,7 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")}
 
 
+@pytest.mark.slow
 def test_no_page_is_stale() -> None:
     """In a process of its own: another test may have changed a class whose methods a page lists."""
     command = [sys.executable, str(ROOT / "docs" / "write.py"), "--check"]
@@ -41,7 +43,8 @@ def test_no_page_is_stale() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(transcripts.SESSIONS))
 def test_no_transcript_is_stale(page: str) -> None:
-    transcripts.written(page, PAGES[f"docs/{page}"], quick=True)
+    with warm.ranks():
+        transcripts.written(page, PAGES[f"docs/{page}"], quick=True)
 
 
 def test_pages_are_not_written_from_metadata_that_lacks_entry_points(
@@ -92,7 +95,8 @@ def test_the_picture_shows_what_the_preset_shows_now() -> None:
 @pytest.mark.parametrize("name", screen.SCREENS)
 def test_pictures_of_commands_show_what_they_print_now(name: str) -> None:
     kept = screen.target(name).read_text(encoding="utf-8")
-    assert matching.masked(screen.words(screen.shot(name))) == matching.masked(screen.words(kept))
+    with warm.ranks():
+        assert matching.masked(screen.words(screen.shot(name))) == matching.masked(screen.words(kept))
 
 
 @pytest.mark.slow
@@ -151,8 +155,9 @@ def test_use_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("FORGE_SET", ";".join((*small, "sample.tokens=4")))
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for program in programs:
-        exec(compile(program, "python.md", "exec", dont_inherit=True), names)
+    with warm.ranks():
+        for program in programs:
+            exec(compile(program, "python.md", "exec", dont_inherit=True), names)
     said = capsys.readouterr().out
     assert re.search(r"^done 20 [\d.]+ runs/first$", said, re.MULTILINE)
     assert re.search(r"^torch.Size\(\[4, \d+\]\)$", said, re.MULTILINE)

@@ -396,6 +396,7 @@ def test_a_full_disk_while_saving(here: Path) -> None:
 # -- the same from outside ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -412,6 +413,7 @@ def test_from_outside(arguments: list[str], code: int, says: str) -> None:
     assert says in one_message(forge_process(*arguments), code)
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_text() -> None:
     process = subprocess.run(
         [*map(os.fsencode, command("train")), b"-s", b"run.name=\xff\xfe"],

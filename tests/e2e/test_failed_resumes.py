@@ -64,6 +64,7 @@ def content() -> dict[str, bytes]:
     return {str(one): (RUN / one if isinstance(one, str) else one).read_bytes() for one in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -115,6 +116,7 @@ def test_a_resume_that_is_refused_late_keeps_metrics_of_steps_after_the_checkpoi
     assert lines[-1]["loss"] != json.loads(last)["loss"]
 
 
+@pytest.mark.slow
 def test_a_base_that_was_moved_is_named(place: Path, moved: Path) -> None:
     said = one_message(forge("train", "--resume", RUN, "-s", "train.steps=3"), 2)
     assert "Name a copy of it with train.init_from" in said
@@ -123,6 +125,7 @@ def test_a_base_that_was_moved_is_named(place: Path, moved: Path) -> None:
     run("train", "--resume", RUN, "-s", "train.steps=4")  # which knows the new place by now
 
 
+@pytest.mark.slow
 def test_a_base_that_was_moved_is_named_to_whoever_reads_the_run(place: Path, moved: Path) -> None:
     named = ("-s", f"train.init_from={moved}")
     commands: tuple[tuple[str, ...], ...] = (

@@ -17,6 +17,7 @@ RATE = ("adamw.lr=2e-4", "adamw.lr=1e-2")
 """The page's is for a model that can speak; what adapts random weights in seconds."""
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_an_adapter_brings_the_chat_template_that_its_base_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

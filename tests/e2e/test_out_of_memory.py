@@ -133,6 +133,7 @@ def test_the_parts_are_what_the_run_held(ended: dict[str, Ended]) -> None:
     assert max(backward["parameters"], backward["gradients"]) < 1
 
 
+@pytest.mark.slow
 def test_of_several_ranks_the_first_is_told_once(folder: Path) -> None:
     arguments = ("--quiet", "--nproc", 2, "--name", "two", *CASES["backward"], "-s", "cap.rank=1")
     with contextlib.chdir(folder):

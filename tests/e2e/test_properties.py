@@ -168,6 +168,7 @@ def settle(ended: Ended) -> None:
         assert ended.err.startswith(("Error: ", "Usage: ")), ended.err
 
 
+@pytest.mark.slow
 @usual
 @given(table=configurations())
 @example(table=BASE)
@@ -237,6 +238,7 @@ OPTIONS = st.lists(
 )
 
 
+@pytest.mark.slow
 @usual
 @given(options=OPTIONS, environment=st.sampled_from(["", ";", "log.every=3", "x", "train.steps=7;lion.lr=1"]))
 @example(options=[("-s", "train.steps=5\nlog.every=3")], environment="")

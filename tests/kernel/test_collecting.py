@@ -27,6 +27,7 @@ def collections(monkeypatch: pytest.MonkeyPatch, steps: int, *, active: bool) ->
     return seen
 
 
+@pytest.mark.slow
 def test_a_device_has_collections_at_fixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = collections(monkeypatch, 1000, active=True)
     assert seen == [(1,)] * 19 + [()]  # the last one of everything

@@ -27,6 +27,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     run = trained(folder, "train.evaluate_every=1", "run.name=first", "checkpoint.every=1")
     (run / "left_out.json").write_text("[[100, 102]]")
+    environment = json.loads((run / "environment.json").read_text())
+    environment["packages"] = {"torch": environment["packages"]["torch"]}  # damaged alike, whichever of hundreds it is
+    (run / "environment.json").write_text(json.dumps(environment))
     shutil.copytree(run, run.with_name("second"))
     return run.parent
 
@@ -73,6 +76,7 @@ def test_a_note_of_a_roll_back_that_is_not_forges(tmp_path: Path, content: str, 
     assert isinstance(caught.value.__cause__, ValueError) == said.startswith("JSON")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FILES, *RECORDS])
 def test_every_command_names_a_damaged_file_and_goes_on_with_other_runs(
     runs: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +110,7 @@ def test_every_command_names_a_damaged_file_and_goes_on_with_other_runs(
     assert tried > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FILES, *RECORDS])
 def test_a_resume_goes_on_or_names_the_damaged_file(
     runs: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

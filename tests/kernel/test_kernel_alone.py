@@ -82,6 +82,7 @@ def alone(kernel: Path, script: Path, folder: Path) -> list[str]:
     return ended.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_script_of_ten_lines_trains_with_the_kernel_alone(kernel: Path, tmp_path: Path) -> None:
     example = shutil.copytree(ROOT / "examples/kernel", tmp_path / "example")
     assert float(alone(kernel, example / "train.py", tmp_path)[-1]) < 0.5
@@ -90,6 +91,7 @@ def test_a_script_of_ten_lines_trains_with_the_kernel_alone(kernel: Path, tmp_pa
     assert (run / "checkpoints/latest").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_of_the_kernel_alone_is_resumed(kernel: Path, tmp_path: Path) -> None:
     """By its name and by its path; what is there already is never taken for something else."""
     script = Path(shutil.copytree(ROOT / "examples/kernel", tmp_path / "example")) / "again.py"
@@ -102,6 +104,7 @@ def test_a_run_of_the_kernel_alone_is_resumed(kernel: Path, tmp_path: Path) -> N
     assert resumed == 2
 
 
+@pytest.mark.slow
 def test_the_configuration_that_the_kernel_alone_writes_repeats_the_run(kernel: Path, tmp_path: Path) -> None:
     example = shutil.copytree(ROOT / "examples/kernel", tmp_path / "example")
     alone(kernel, example / "train.py", tmp_path)
@@ -129,6 +132,7 @@ with DistributedContext.join(Layout(dp_shard=2), "cpu") as dist:
 """
 
 
+@pytest.mark.slow
 def test_processes_of_the_kernel_alone_meet(tmp_path: Path) -> None:
     (tmp_path / "meets.py").write_text(MEETS, encoding="utf-8")
     with socket.socket() as free:

@@ -64,6 +64,7 @@ def guarded(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_nothing_that_forge_does_with_its_checkpoints_unpickles(tmp_path: Path) -> None:
     run = tiny_models.trained(tmp_path)
     config, step = run / "config.toml", checkpoint.resolve(run)
@@ -103,6 +104,7 @@ print("done")
     assert (ended.returncode, ended.stdout.strip().endswith("done")) == (0, True), ended.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_the_guard_notices_an_unpickler(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     (tmp_path / "a.pickle").write_bytes(pickle.dumps(1))

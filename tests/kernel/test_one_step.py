@@ -285,6 +285,7 @@ class Plain(Plugin):
         return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "factor"), [(0.0, 1.0), (1e6, 1.0), (0.1, None)])
 def test_gradients_are_clipped_by_their_global_norm(tmp_path: Path, limit: float, factor: float | None) -> None:
     run = toys.run(tmp_path, Gradients, Plain, steps=1, config={"train.clip_norm": limit})

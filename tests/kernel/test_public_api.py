@@ -174,6 +174,7 @@ def test_throughput_leaves_evaluations_and_checkpoints_out(tmp_path: Path, monke
         assert line["memory_gib"] > 0.01
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_this_process_alone() -> None:
     """Not of the one that started it, with whose peak a new process begins on Linux."""
     own = "import torch; from forge_train.step.aggregate import memory_gib; print(memory_gib(torch.device('cpu')))"

@@ -117,6 +117,7 @@ def test_what_can_not_be_recorded(run_forge: RunForge) -> None:
         run_forge([Strange])
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_every_rank_records_its_own(ranks: Pool, tmp_path: Path) -> None:
     (folder, *_) = ranks.run("artifact_cases:train", 2, folder=str(tmp_path))

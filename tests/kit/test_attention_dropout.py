@@ -98,6 +98,7 @@ DROPOUT = {"decoder.attention_dropout": 0.3}
 LATENT = {"decoder.kv_heads": 0, "mla.kv_rank": 8, "mla.q_rank": 8, "mla.rope_dim": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latent", [False, True])
 def test_micro_batches_recomputation_and_compiled_code_change_nothing(run_forge: RunForge, latent: bool) -> None:
     attention, config = ([Eager, MLA], {**DROPOUT, **LATENT}) if latent else ([Eager], DROPOUT)

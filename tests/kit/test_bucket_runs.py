@@ -33,6 +33,7 @@ def train(folder: str, tokens: str, name: str, stop_at: int = 0, workers: int = 
     return [[line["loss"], line["grad_norm"]] for line in found.metrics] + [held_out]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_agree_with_one_and_go_on_as_one(ranks: Pool, tmp_path: Path) -> None:
     """Most labels are masked, and each bucket has another number of those that are not."""

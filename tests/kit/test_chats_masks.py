@@ -229,6 +229,7 @@ def test_masks_are_transformers(pair: Any, family: str, messages: list[dict[str,
     pair(family).agree(messages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", "qwen2.5", "qwen3", "mistral", "deepseek"])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=with_tools(), tools=st.sampled_from([None, TOOLS]))

@@ -214,6 +214,7 @@ while True:
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_killed_at_any_call(tmp_path: Path, place: Path) -> None:
     with bucket(tmp_path / "start"):

@@ -45,6 +45,7 @@ def test_every_place_is_found(packing: str, at: int) -> None:
     assert sound.read(np.arange(sound.count)).inputs.max() in (49, 300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_out", [pytest.param(0.0, marks=pytest.mark.extended), 0.3])
 def test_a_run_names_the_file(tmp_path: Path, held_out: float) -> None:
     """Of the held-out part, too, whose first token is not the file's."""

@@ -58,6 +58,7 @@ def test_signatures_estimate_jaccard(seed: int) -> None:
     assert np.max(np.abs(errors)) < 0.2, "five standard errors of 128 permutations"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_near_duplicates_are_those_of_exact_sets(seed: int) -> None:
     texts = variants(seed)

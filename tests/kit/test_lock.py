@@ -256,6 +256,7 @@ def test_a_job_that_lost_its_lock_writes_no_more(tmp_path: Path) -> None:
     assert locks(run) == [".lock.3"], "the other's"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_two_commands_and_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two equal commands is refused in one message; after `kill -9` it goes on, and says so."""

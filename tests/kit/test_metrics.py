@@ -265,6 +265,7 @@ class Early(Observing):
         return {"loss": self.loss}
 
 
+@pytest.mark.slow
 def test_plugins_check_resumes_metrics_between_logged_steps() -> None:
     assert check(Observing).passed
     wrong = {one.name: one.detail for one in check(Forgets).of("fail")}

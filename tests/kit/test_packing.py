@@ -166,6 +166,7 @@ def test_rows_and_windows_of_nothing() -> None:
             best_fit(ints(1), 8, window=window, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_permutations_of_every_length_to_10_000() -> None:
     index, epoch = np.arange(10_000), np.full(10_000, 3)

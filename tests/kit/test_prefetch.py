@@ -258,6 +258,7 @@ class TestWorkersThatEnd:
 
 
 class TestShutdown:
+    @pytest.mark.slow
     @KINDS
     def test_nothing_is_left(self, kind: Kind) -> None:
         before = children()
@@ -274,6 +275,7 @@ class TestShutdown:
         assert not readers(), "nor of one that nobody closed"
         assert children() == before
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "how", few([(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGKILL,), (None,)], [(signal.SIGTERM,), (None,)])
     )

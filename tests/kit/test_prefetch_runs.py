@@ -66,6 +66,7 @@ class Slow(Plugin):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.unit
 def test_waiting_for_a_slow_source_becomes_less(tmp_path: Path) -> None:
     """A step takes 0.1 s and its two micro-batches 0.1 s: half of the time is waiting, or next to none."""

@@ -87,6 +87,7 @@ def test_a_positive_second_moment_stays_positive(bits: int) -> None:
     assert (quantised(values, bits, False) > 0).all()
 
 
+@pytest.mark.slow
 def test_one_kernel_draws_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a device has a compiler: the same codes, and no step, name, shape or table is compiled anew."""
     graphs = []

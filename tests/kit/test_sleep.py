@@ -78,6 +78,7 @@ def test_torch_calls_all_memory_of_another_device_shared(monkeypatch: pytest.Mon
     assert sum(one.nbytes() for one, _ in found) == 4 * (9 + 3)
 
 
+@pytest.mark.slow
 def test_memory_leaves_and_comes_back(tmp_path: Path) -> None:
     """Within 1 % of what the process had before, and a thousand times alike."""
     code = f"""

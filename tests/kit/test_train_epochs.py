@@ -168,6 +168,7 @@ def test_what_sft_says_before_training(tmp_path: Path, caplog: pytest.LogCapture
     assert "13 rows an epoch; 2 epochs = 7 steps in this run" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", ["text", "tokens", "text_labels"])
 def test_built_in_data_says_how_much_there_is(tmp_path: Path, plugin: str) -> None:
     more: dict[str, Any] = {"train.epochs": 1}

@@ -33,6 +33,7 @@ def imported(*arguments: object) -> set[str]:
     return set(result["modules"])
 
 
+@pytest.mark.slow
 def test_a_run_imports_the_plugins_it_enables_and_no_other(tmp_path: Path) -> None:
     file = toys.write_config(tmp_path, "toys:ToyRest")
     aside = "gqa,lm_head,sdpa,swiglu,tensorboard,tokenizer"
@@ -72,6 +73,7 @@ def test_a_plugin_that_is_not_enabled_is_not_even_looked_at(tmp_path: Path, monk
             assert name in ended.err
 
 
+@pytest.mark.slow
 def test_a_default_that_steps_aside_is_not_imported(tmp_path: Path) -> None:
     modules = imported("config", "show", toys.write_config(tmp_path), "-p", "lion")
     assert "forge_train_plugins.optimizers.lion" in modules

@@ -107,6 +107,7 @@ print(json.dumps(results))
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("where", "form"),

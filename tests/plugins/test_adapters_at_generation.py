@@ -91,6 +91,7 @@ def by_peft(models: Path, factors: dict[str, float]) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["base", "checkpoint", "run"])
 @pytest.mark.parametrize(
     "factors", [{"a": 1.0}, {"a": 0.5, "b": -2.0}, {"a": 0.5, "c": 0.7}, {"d": 1.0}, {"a": 0.5, "d": 0.7}]

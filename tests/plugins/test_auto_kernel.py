@@ -85,6 +85,7 @@ null
 \udcff"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", DAMAGED.split("\n"))
 def test_a_damaged_file_is_measured_anew(
     text: str, run_forge: RunForge, clock: tuple[Times, list[str]], tmp_path: Path

@@ -109,6 +109,7 @@ def test_chunks_are_as_large_as_memory_allows() -> None:
     assert chosen(2**20, head) == 2**20 // CHUNKS
 
 
+@pytest.mark.slow
 def test_memory_is_under_a_third_of_the_plain_form() -> None:
     hidden, head, labels = case(vocabulary=2**15, batch=2, sequence=1024, dim=16)
 

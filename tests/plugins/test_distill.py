@@ -96,6 +96,7 @@ def test_another_vocabulary_is_told() -> None:
         distillation(words=20).loss(part, hidden, batch)
 
 
+@pytest.mark.slow
 def test_a_student_comes_near_its_teacher_and_resumes(run_forge: RunForge, tmp_path: Path) -> None:
     teacher = run_forge([], {"decoder.layers": 3, "train.clip_norm": 0}, steps=30, folder=tmp_path / "teacher")
     settings = {

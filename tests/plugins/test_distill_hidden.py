@@ -124,6 +124,7 @@ def trained(run_forge: RunForge, teacher: str, folder: Path, plugins: tuple[str,
     return run_forge(["distill", *plugins], values, steps=steps, folder=folder, name=name, stop_at=stop_at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
 def test_hidden_states_come_near_and_the_loss_counts_them(
     run_forge: RunForge, teacher: str, tmp_path: Path, kind: str

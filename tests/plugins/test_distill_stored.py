@@ -147,6 +147,7 @@ def tokens(folder: Path) -> int:
     return sum(len(load_file(one)["tokens"]) for one in folder.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_run_that_finds_the_folder_learns_the_same_without_a_teacher(
     run_forge: RunForge, teacher: str, tmp_path: Path
 ) -> None:
@@ -213,6 +214,7 @@ def test_only_learned_tokens_are_stored_in_few_bytes(run_forge: RunForge, teache
     assert again.losses == done.losses
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_continued(
     run_forge: RunForge, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +289,7 @@ def test_another_order_of_few_sequences_is_added(run_forge: RunForge, teacher: s
     assert 8 * 32 < tokens(tmp_path / "logits") <= 16 * 32
 
 
+@pytest.mark.slow
 def test_a_folder_of_something_else_is_refused(run_forge: RunForge, teacher: str, tmp_path: Path) -> None:
     base = {"distill__stored": str(tmp_path / "logits"), "distill__top_k": 4, "train__evaluate_every": 0}
 

@@ -269,6 +269,7 @@ def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunFo
     assert trained(run_forge, tmp_path, steps=13, name="r", **fast, **there).finished.step == 13
 
 
+@pytest.mark.slow
 def test_held_out_margins_grow_and_the_model_stays_near_its_reference(
     run_forge: RunForge, base: str, tmp_path: Path
 ) -> None:
@@ -392,6 +393,7 @@ def test_a_weight_beneath_an_update_that_is_trained_too_needs_a_copy(
         trained(run_forge, tmp_path, steps=1, plugins=["lora", f"{__name__}:Unfrozen"], **more, lora__modules=modules)
 
 
+@pytest.mark.slow
 def test_a_plan_knows_a_model_that_is_its_own_reference(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     run = trained(run_forge, tmp_path, steps=1, plugins=["lora"], train__init_from=base)
     assert plan(run.run / "config.toml").memory.activations
@@ -406,6 +408,7 @@ def test_what_is_trained_beside_updates_needs_a_copy(run_forge: RunForge, base: 
         trained(run_forge, tmp_path, steps=1, plugins=["lora", f"{__name__}:Unfrozen"], **more)
 
 
+@pytest.mark.slow
 def test_a_stored_reference_gives_the_losses_of_a_live_one(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     file, sums = tmp_path / "reference.json", {"dpo__loss": "ipo", "dpo__length_normalised": False}
     more = {"adamw__lr": 1e-2, "train__init_from": base, "train__evaluate_every": 6, "checkpoint__every": 3, **sums}

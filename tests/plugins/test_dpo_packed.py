@@ -65,6 +65,7 @@ def relative(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [0, 40])
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_those_of_pairs_in_rows_of_their_own(
@@ -142,6 +143,7 @@ def epoch(run: TinyRun) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_runs_over_the_same_pairs_are_the_same(
     run_forge: RunForge, base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,6 +162,7 @@ def test_runs_over_the_same_pairs_are_the_same(
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-5), key
 
 
+@pytest.mark.slow
 def test_a_packed_run_goes_on_as_if_it_had_not_stopped(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     more = {"steps": 8, "checkpoint__every": 4, "train__micro_batch": 1, "train__evaluate_every": 4}
     more["text_pairs__held_out"] = 0.2
@@ -176,6 +179,7 @@ def test_a_packed_run_goes_on_as_if_it_had_not_stopped(run_forge: RunForge, base
         packed(run_forge, tmp_path, base, **{**more, **other}, name="r")
 
 
+@pytest.mark.slow
 def test_a_stored_reference_knows_the_answers_of_packed_rows(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     more = {"steps": 4, "train__evaluate_every": 2, "text_pairs__held_out": 0.2, "dpo__loss": "ipo"}
     live = packed(run_forge, tmp_path, base, **more)

@@ -94,6 +94,7 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
     agree(reference, kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", marked(CASES, [case for case in CASES if " tied" in case or " untied" in case]))
 def test_greedy_tokens_are_those_of_transformers_beyond_the_window(case: str) -> None:
     family, values, kernel = CASES[case]

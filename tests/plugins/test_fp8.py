@@ -325,6 +325,7 @@ def test_a_kernel_that_lacks_scales_of_rows_is_told(run_forge: RunForge, monkeyp
         run_forge(["fp8"], {**FAST, "fp8.emulate": "off", "fp8.recipe": "rowwise"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_layer_has_the_same_gradients(name: Any) -> None:
     operands = low.operands(tokens=64)

@@ -96,6 +96,7 @@ def told(asked: dict[str, Any]) -> str:
 # -- flex -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [*ASKED, *MORE, *PREFIXES], ids=told)
 def test_what_flex_asks_of_flex_attention_is_attention(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch refuses gradients on a CPU, and has an unfused backward pass all the same."""

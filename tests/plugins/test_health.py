@@ -257,6 +257,7 @@ def dawdled(folder: str, ranks: list[int]) -> list[str]:
     return [event["reason"] for event in run.events if event["event"] == "anomaly"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_that_the_others_wait_for_is_named(ranks: Pool, tmp_path: Path) -> None:
     said, _ = ranks.run("test_health:dawdled", 2, timeout=300, folder=str(tmp_path / "a"), ranks=[1])
@@ -281,6 +282,7 @@ def test_two_ranks_find_the_same(ranks: Pool, tmp_path: Path) -> None:
     assert one == [["product", "ok"], ["all-reduce", "ok"], ["clock", "ok"], ["disk", "ok"]]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.e2e
 def test_doctor_with_processes(tmp_path: Path) -> None:

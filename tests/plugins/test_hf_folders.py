@@ -96,6 +96,7 @@ def test_text_is_generated_by_a_class_that_can_not_keep_documents_apart(tmp_path
         torch.testing.assert_close(head(part(ids)), theirs(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["falcon", "stablelm", "gemma2"])
 def test_rows_of_documents_need_an_option_or_a_kernel(tmp_path: Path, kind: str) -> None:
     saved(tmp_path / "theirs", kind, **SHAPES[kind])

@@ -55,6 +55,7 @@ def placed(opened: Any, files: Sequence[Path], text: str) -> tuple[Tensor, dict[
     return torch.tensor([ids]), extras
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", hf_images.KINDS)
 def test_logits_and_gradients_are_those_of_the_class(kind: str, tmp_path: Path) -> None:
     theirs = hf_images.reference(kind)

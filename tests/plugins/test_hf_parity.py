@@ -95,6 +95,7 @@ FAMILIES = [
 OWN = [*ARCHITECTURES.of(Decoder)]
 
 
+@pytest.mark.slow
 @pytest.mark.unit
 @pytest.mark.parametrize("architecture", marked(OWN, OWN[1::2]))
 def test_a_family_in_anothers_clothes_is_the_same_or_refused_by_key(architecture: str) -> None:

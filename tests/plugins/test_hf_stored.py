@@ -180,6 +180,7 @@ ALLOWED: Mapping[str, tuple[dict[str, Any], tuple[str, str], set[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", ["hf", "decoder"])
 @pytest.mark.parametrize("case", ALLOWED)
 def test_experts_that_are_allowed_to_differ(tmp_path: Path, case: str, plugin: str) -> None:

@@ -103,7 +103,8 @@ def test_mfu_counts_items_of_training(fusion: str, tmp_path: Path, monkeypatch: 
         assert line["mfu"] == pytest.approx(flops / 1e12 / 1e-9), "in no time, which counts as a nanosecond"
 
 
-@pytest.mark.parametrize("fusion", ["prefix", "cross_attention"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fusion", [pytest.param("prefix", marks=pytest.mark.extended), "cross_attention"])
 def test_bench_counts_items_of_its_batches(fusion: str) -> None:
     small = ("decoder.dim=16", "decoder.layers=4", "train.global_batch=2", "train.sequence=32", "run.device=cpu")
     request = Request(config="quickstart", plugins=("scans:Scans", fusion), set=small)

@@ -281,6 +281,7 @@ def test_what_is_kept_of_an_abnormal_step_says_which_answers_are_mismatched(
         assert kept[f"{at}.desirable"].equal(batch.targets[DESIRABLE])
 
 
+@pytest.mark.slow
 def test_it_learns_and_a_stopped_run_continues_bit_for_bit(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     fast = {"adamw__lr": 5e-3, "train__init_from": base, "kto__beta": 0.5}
     run = trained(run_forge, tmp_path, steps=12, train__evaluate_every=12, checkpoint__every=6, **fast)
@@ -335,6 +336,7 @@ def test_dropout_leaves_the_reference_point_alone(run_forge: RunForge, base: str
         assert [line[name] for line in again.metrics] == pytest.approx(expected, rel=2e-5), name
 
 
+@pytest.mark.slow
 def test_a_stored_reference_gives_the_losses_of_a_live_one(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     file = tmp_path / "reference.json"
     more = {"adamw__lr": 1e-2, "train__init_from": base, "train__evaluate_every": 6, "checkpoint__every": 3}

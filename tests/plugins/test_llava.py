@@ -108,6 +108,7 @@ def seen(folder: Path, names: str) -> Tensor:
     return (torch.stack(arrays).permute(0, 3, 1, 2) / 255 - mean) / deviation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_gradients_and_texts_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     vision, text, more = CASES[case]

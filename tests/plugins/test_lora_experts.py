@@ -100,6 +100,7 @@ def test_an_adapter_of_forge_is_continued(tmp_path: Path) -> None:
         started(tmp_path / "one" / "hf", f"lora.adapter={tmp_path / 'adapter'}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", ["[]", "[{match='*.up', rank=2, alpha=3.0}]", "[{match='*.up', alpha=3.0}]"])
 def test_stacks_of_other_sizes_are_continued(tmp_path: Path, groups: str) -> None:
     """Where gate and up have other ranks or scales, each has all columns, and the same function."""

@@ -89,6 +89,7 @@ def logits_of(part: Any) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [(), ("lora.base=nf4", "lora.base_block=16"), ("lora.rslora=true",)])
 def test_a_run_that_begins_so_is_exported_and_opened(tmp_path: Path, form: tuple[str, ...]) -> None:
     run = trained(tmp_path, *PISSA, *form, "adamw.lr=0.01")
@@ -124,6 +125,7 @@ def adapter(folder: Path, name: str, model: str, **config: Any) -> str:
     return str(folder / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["", "qwen3_moe"])
 def test_adapters_beneath_stay_and_are_exported(tmp_path: Path, model: str) -> None:
     """Two of them, of other ranks; with updates off, they are still on."""
@@ -169,6 +171,7 @@ def test_an_exported_adapter_may_have_more_rows_than_its_weight(tmp_path: Path) 
     torch.testing.assert_close(logits(model, IDS), logits(opened, IDS), rtol=0, atol=5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [("lora.start=pissa",), ("lora.start=pissa", "lora.base=nf4", "lora.base_block=16"), ("lora.beneath=['{a}']",)],
@@ -184,6 +187,7 @@ def test_a_plan_knows_their_memory(tmp_path: Path, settings: tuple[str, ...]) ->
     assert planned.json["memory"]["activations"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["", "qwen3_moe"])
 def test_steps_in_bf16_are_near_those_in_fp32(tmp_path: Path, model: str) -> None:
     """Modules read narrow copies of their parameters there."""

@@ -21,6 +21,7 @@ peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transform
 pytestmark = pytest.mark.unit
 
 
+@pytest.mark.slow
 def test_an_adapter_of_peft_is_continued(tmp_path: Path) -> None:
     """It begins with the stored factors, and is written again as it was."""
     first = trained(tmp_path / "one", "lora.rank=4", "lora.alpha=6.0", "lora.modules=['*.q', '*.down', 'embedding']")

@@ -143,6 +143,7 @@ def test_a_batch_without_items_has_one_patch_of_zeros(tmp_path: Path) -> None:
         assert batch.axes_of("scan_values").sequence is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_workers_change_no_bit(tmp_path: Path, kind: Any) -> None:
     alone = plugin(tmp_path).build_data(job(), "train")
@@ -350,6 +351,7 @@ def test_an_item_that_fits_in_no_row_is_told(tmp_path: Path) -> None:
         plugin(tmp_path, given, long="right").build_data(job(), "train")
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_goes_on_bitwise_with_other_workers(tmp_path: Path) -> None:
     names = write_scans(tmp_path, (1, 3, 2, 4))
     given = [{"text": f"<scan>{at}", "scans": [names[at % 4]]} for at in range(40)]

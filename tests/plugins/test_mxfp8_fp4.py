@@ -71,6 +71,7 @@ def test_signal_to_noise(recipe: Any, least: float) -> None:
     assert min(low.decibels(one, other) for one, other in zip(right, found, strict=True)) >= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), [("mxfp8", {}), ("fp4", {}), ("fp4", {"fp4.format": "mxfp4"})])
 def test_trains_and_says_that_it_is_experimental(
     run_forge: RunForge, caplog: pytest.LogCaptureFixture, name: str, settings: dict[str, Any]

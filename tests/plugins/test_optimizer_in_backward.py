@@ -49,6 +49,7 @@ OPTIMIZERS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plugins", "settings"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_is_the_step_after_it(run_forge: RunForge, plugins: list[str], settings: dict[str, Any]) -> None:
     plain = run_forge(plugins, {**FREE, **settings}, steps=4)

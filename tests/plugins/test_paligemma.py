@@ -60,6 +60,7 @@ def reference(text: str, more: dict[str, Any]) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_gradients_and_texts_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     text, more, plugins = CASES[case]

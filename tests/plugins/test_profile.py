@@ -102,6 +102,7 @@ def test_a_devices_time_line_with_a_known_answer() -> None:
     assert found == Split(*map(pytest.approx, (0.030, 0.017, 0.012, 0.006)))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_late_rank_is_exposed_communication_on_the_other(ranks: Pool, tmp_path: Path) -> None:
     (folder, *_) = ranks.run("profile_cases:train", 2, folder=str(tmp_path))

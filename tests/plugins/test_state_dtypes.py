@@ -30,6 +30,7 @@ def loss(dtype: str) -> float:
     return sum(sum(run.losses[-10:]) for run in runs) / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bound"), few([("8bit", 1.02), ("4bit", 1.05)], [("4bit", 1.05)]))
 def test_it_learns_as_fast(dtype: str, bound: float) -> None:
     print(loss("fp32"), loss(dtype))
@@ -62,6 +63,7 @@ BF16 = {"first": "bf16", "second": "bf16"}
 CHANGES = [(EIGHT, FP32), (FOUR, FP32), (BF16, FP32), (FP32, EIGHT), (EIGHT, BF16), (BF16, FOUR)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "change"), crossed(["adamw", "muon"], CHANGES))
 def test_a_run_goes_on_in_another_dtype_if_it_is_asked_to(
     tmp_path: Path, optimizer: str, change: tuple[dict[str, str], dict[str, str]]

@@ -45,6 +45,7 @@ def norm(tensors: dict[str, torch.Tensor], start: str = "") -> float:
     return math.sqrt(sum(float(one.double().square().sum()) for name, one in tensors.items() if name.startswith(start)))
 
 
+@pytest.mark.slow
 def test_what_one_finds_by_hand(run_forge: RunForge) -> None:
     config = {"log.every": 3, "statistics.activations": ["*.feed_forward"], "statistics.layers": True}
     run = run_forge([ByHand, "statistics"], config, steps=3)

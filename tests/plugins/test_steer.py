@@ -16,6 +16,7 @@ from forge_train_tools import open_model
 from steer_cases import evaluated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["decoder", "mla", "delta_net"])
 def test_a_zeroed_head_is_one_without_columns(model: str, tmp_path: Path) -> None:
     plain = evaluated(str(tmp_path / "plain"), model, [], {})

@@ -188,6 +188,7 @@ def test_nothing_is_computed_or_kept_for_what_is_frozen(tmp_path: Path) -> None:
     assert looks.stateful == [0, ours, ours, ours + counts[1], ours + counts[1] + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", [(), ("muon",)], ids=["adamw", "muon"])
 def test_stopped_before_at_and_after_a_thaw_it_repeats_to_the_bit(tmp_path: Path, plugins: tuple[str, ...]) -> None:
     whole = train(tmp_path / "whole", plugins)

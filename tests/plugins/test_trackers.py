@@ -331,6 +331,7 @@ def release() -> Iterator[None]:
             thread.join(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tracker", "says"),
     [

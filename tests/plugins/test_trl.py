@@ -153,6 +153,7 @@ METRICS = {
 """Names of ours and TRL's."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DPO)
 def test_losses_with_a_reference(folder: Path, name: str) -> None:
     mine, options = DPO[name]

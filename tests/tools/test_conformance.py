@@ -130,8 +130,24 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
 
 EXTENDED = (
     *("ac", "compile", "cp", "ddp", "deepseek_fp8", "ep", "fp4", "fp8", "fsdp2", "lora", "mxfp8", "pp", "tp", "zero1"),
+    *("bf16_parameters", "lm_eval", "hf_images", "image_tiles", "multimodal", "hf_datasets"),
+    *("constant", "inverse_sqrt", "linear", "piecewise", "polynomial", "rex", "wsd"),
+    *("lion", "normuon", "torch_optimizer", "eager", "sdpa", "varlen", "mot", "moma", "prefix", "gqa"),
+    *(
+        "text_feedback",
+        "text_labels",
+        "text_pairs",
+        "token_classify",
+        "csv",
+        "mfu",
+        "trackio",
+        "statistics",
+        "resources",
+    ),
 )
-"""They take longest, and tests/dist trains each of them on several ranks and resumes it."""
+"""Those of the first line take longest, and tests/dist trains each of them on several ranks and resumes it; so it does
+with optimizers and attention. The others are of a kind of which CI checks one: `cosine`, `image`, `cross_attention`,
+`tensorboard`; each has tests of its own that train it, and rows of data are resumed in tests/kit/test_streams.py."""
 
 
 @pytest.mark.slow
@@ -295,6 +311,7 @@ def write(folder: Path, patch: pytest.MonkeyPatch, name: str, text: str) -> str:
     return f"{name}:Mine"
 
 
+@pytest.mark.slow
 def test_a_module_that_imports_torch_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = write(tmp_path, monkeypatch, "eager_plugin", "import torch\n" + BODY)
     report = check(spec, folder=tmp_path)

@@ -60,6 +60,7 @@ def test_a_required_key_has_to_be_given(tmp_path: Path) -> None:
     assert check(Asking, sets=["asking.rate=2"], folder=tmp_path).passed
 
 
+@pytest.mark.slow
 def test_an_example_stands_for_what_the_caller_does_not_say(tmp_path: Path) -> None:
     class Exemplary(Plugin):
         """Says how it can be tried."""
@@ -304,6 +305,7 @@ class Swallowing(Plugin):
         return quiet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugin", "broken"),
     [

@@ -78,6 +78,7 @@ def test_another_dtype_in_several_files(hf: Path, tmp_path: Path) -> None:
     assert all(torch.equal(one, ours[name]) for name, one in tensors(tmp_path / "again").items())
 
 
+@pytest.mark.slow
 def test_another_architecture_gives_the_same_logits(hf: Path, tmp_path: Path) -> None:
     convert_folder(hf, tmp_path / "out", architecture="MistralForCausalLM")
     assert config(tmp_path / "out")["architectures"] == ["MistralForCausalLM"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from crossed import crossed
 from forge_train import ConfigError
 from forge_train_cli.app import run as forge
 from forge_train_kit import hookspecs
@@ -61,8 +62,8 @@ def accepted_by_hand(run: TinyRun, ids: list[int], start: int, drafts: int) -> t
     return proposed, right
 
 
-@pytest.mark.parametrize("drafts", [1, 3])
-@pytest.mark.parametrize("prompt", ["a", "the model reads a "])
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafts", "prompt"), crossed([1, 3], ["a", "the model reads a "]))
 def test_the_text_is_the_same_and_so_are_the_guesses(run: TinyRun, drafts: int, prompt: str) -> None:
     tokens = 45 - len(prompt)
     plain, drafted = completed(run, prompt, tokens=tokens), completed(run, prompt, tokens=tokens, drafts=drafts)
@@ -75,6 +76,7 @@ def test_the_text_is_the_same_and_so_are_the_guesses(run: TinyRun, drafts: int, 
         assert told == accepted_by_hand(run, text, len(text) - plain.tokens, drafts)
 
 
+@pytest.mark.slow
 def test_drafts_save_passes_of_the_model(tmp_path: Path) -> None:
     run = trained(tmp_path, (), {}, steps=80)
     passes = 0

@@ -90,6 +90,7 @@ def know(monkeypatch: pytest.MonkeyPatch, answers: Sequence[Greedy]) -> None:
     monkeypatch.setattr(Guessing, "_guessed", guessed)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", ROWS)

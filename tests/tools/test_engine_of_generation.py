@@ -76,6 +76,7 @@ MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_cache_works_side_by_side(name: str) -> None:

@@ -114,6 +114,7 @@ def test_a_tied_flag_that_contradicts_the_files_is_told(hf: Path, tmp_path: Path
         import_checkpoint(hf, tmp_path / "no")
 
 
+@pytest.mark.slow
 def test_several_processes_write_their_shares_of_the_same_files(hf: Path, tmp_path: Path) -> None:
     import_checkpoint(hf, tmp_path / "start")
     alone = export_checkpoint(tmp_path / "start", tmp_path / "alone", shard_bytes=20_000)

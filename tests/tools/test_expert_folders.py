@@ -51,6 +51,7 @@ def random_model(family: str, values: dict[str, Any]) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", marked(CASES, ["mixtral, one expert a token", "mixtral tied, stacked", "qwen3, in several files"])
 )

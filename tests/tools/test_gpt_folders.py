@@ -67,6 +67,7 @@ def random_model(name: str, values: dict[str, Any]) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_folders_of_fused_layouts_are_imported_trained_and_exported(case: str, tmp_path: Path) -> None:
     name, values, saving = CASES[case]

@@ -57,6 +57,7 @@ def test_four_shares_read_each_byte_once_and_are_one_import(
         assert (tmp_path / "shared" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_checkpoint_of_one(hf: Path, tmp_path: Path) -> None:
     alone = import_checkpoint(hf, tmp_path / "alone")
     with warm.ranks():
@@ -68,6 +69,7 @@ def test_two_processes_make_the_checkpoint_of_one(hf: Path, tmp_path: Path) -> N
     assert tensors[0] == tensors[1] != {}
 
 
+@pytest.mark.slow
 def test_one_that_fails_ends_all_with_one_message_and_leaves_nothing(hf: Path, tmp_path: Path) -> None:
     tensors = load_file(hf / "model.safetensors")
     tensors["model.norm.weight"][3] = 7e4

@@ -263,6 +263,7 @@ def test_without_any_tokenizer_text_says_what_it_lacks(tmp_path: Path) -> None:
 # -- defaults for fine-tuning ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_imported_configuration_fine_tunes(model: Path, tmp_path: Path) -> None:
     import_checkpoint(model, tmp_path / "base")
     written = (tmp_path / "base" / "config.toml").read_text()

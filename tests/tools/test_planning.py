@@ -67,6 +67,7 @@ def context() -> Iterator[ImaginedContext]:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_one_rank_speaks_for_all(context: ImaginedContext) -> None:
     assert context.gather_objects("x") == ["x"] * 8
     assert len(context.gather_tensors(torch.ones(2))) == 8
@@ -77,12 +78,14 @@ def test_one_rank_speaks_for_all(context: ImaginedContext) -> None:
     assert context.mesh("dense", "tp").shape == (2,)
 
 
+@pytest.mark.slow
 def test_is_refused_where_ranks_are_joined_already(context: ImaginedContext) -> None:
     with pytest.raises(ForgeError, match="has joined others already"), imagined(Layout(tp=2), World(size=2)):
         pass
     assert dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_where_planning_fails() -> None:
     with pytest.raises(KeyError), imagined(Layout(tp=2), World(size=2)):
         raise KeyError
@@ -92,6 +95,7 @@ def test_nothing_is_left_where_planning_fails() -> None:
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_collectives_by_kind_axis_and_bytes(context: ImaginedContext) -> None:
     tp, fsdp = context.mesh("dense", "tp").get_group(), context.mesh("dense", "fsdp").get_group()
     names, told = Names(context), list[Collective]()
@@ -118,6 +122,7 @@ def test_collectives_by_kind_axis_and_bytes(context: ImaginedContext) -> None:
     assert [names.per_node(one.group) for one in told[:3]] == [2, 2, 4]
 
 
+@pytest.mark.slow
 def test_flattened_axes_bear_the_names_of_what_they_consist_of(context: ImaginedContext) -> None:
     names = Names(context)
     found = {axis: names.of_mesh(axis) for axis in ("fsdp", "data", "tp", "dp_replicate")}
@@ -125,6 +130,7 @@ def test_flattened_axes_bear_the_names_of_what_they_consist_of(context: Imagined
     assert found == {"fsdp": "dp_shard", "data": data, "tp": "tp", "dp_replicate": "dp_replicate"}
 
 
+@pytest.mark.slow
 def test_experts_have_axes_of_their_own() -> None:
     with imagined(Layout(dp_shard=4, tp=2, ep=4), World(size=8)) as context:
         names = Names(context)

@@ -22,11 +22,13 @@ from forge_train_tools.testing import Pool, PoolError, Verifier, hanging, pool
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_ranks_meet_in_a_world_of_any_size(ranks: Pool, world: int) -> None:
     assert ranks.run(pool_cases.total, world, value=2.0) == [world * (world + 1)] * world
 
 
+@pytest.mark.slow
 def test_worlds_of_all_sizes_share_the_same_processes(ranks: Pool) -> None:
     four, two = (ranks.run("pool_cases:gather", world) for world in (4, 2))
     assert [reply["process"] for reply in two] == [reply["process"] for reply in four[:2]]
@@ -34,6 +36,7 @@ def test_worlds_of_all_sizes_share_the_same_processes(ranks: Pool) -> None:
     assert four[3]["world"] == "4"
 
 
+@pytest.mark.slow
 def test_a_failure_comes_with_its_rank_and_traceback(ranks: Pool) -> None:
     before = ranks.run(pool_cases.gather, 3)
     with pytest.raises(PoolError, match="rank 1 failed") as error:
@@ -45,6 +48,7 @@ def test_a_failure_comes_with_its_rank_and_traceback(ranks: Pool) -> None:
     assert [reply["process"] for reply in after] == [reply["process"] for reply in before]
 
 
+@pytest.mark.slow
 def test_cases_that_keep_their_group_share_its_meshes(ranks: Pool) -> None:
     ranks.run(pool_cases.meets_again, 3, keep=True)
     assert ranks.run(pool_cases.meets_again, 3, keep=True) == [True] * 3
@@ -56,6 +60,7 @@ def test_cases_that_keep_their_group_share_its_meshes(ranks: Pool) -> None:
     assert ranks.run(pool_cases.meets_again, 2, keep=True) == [False] * 2, "a failure ends it"
 
 
+@pytest.mark.slow
 def test_a_hang_is_ended_and_shows_where(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time runs out once the other rank has answered, however long that takes on a busy machine."""
     before = ranks.run(pool_cases.gather, 2)
@@ -87,6 +92,7 @@ def test_a_rank_that_fails_by_itself_is_not_waited_for_by_the_hour(
         Verifier(ranks)._start(2, {"folder": str(tmp_path)})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say how long a process waits for a core")
 def test_waiting_for_a_core_does_not_count_as_hanging(ranks: Pool) -> None:
     """A rank that shares a core with seven others takes eight times as long, and hangs no more than alone."""
@@ -161,6 +167,7 @@ def test_a_rank_that_dies_is_named_with_what_it_said(ranks: Pool) -> None:
     assert ranks.run(pool_cases.total, 2, value=1.0) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_ranks_are_forked_by_one_process_and_those_of_a_pool_that_ended_are_gone(tmp_path: Path) -> None:
     with Pool(tmp_path) as own:
         ranks = own.run("os:getpid", 2)

@@ -49,6 +49,7 @@ def test_a_step_of_a_run_from_published_weights(run_forge: RunForge, tmp_path: P
     assert (found.checkpoint, found.loss) == ("", run.losses[1])
 
 
+@pytest.mark.slow
 def test_a_step_of_two_ranks(ranks: Pool, tmp_path: Path) -> None:
     config = {"checkpoint.every": 3, "train.global_batch": 12, "train.micro_batch": 1}
     arguments = {"plugins": ["fsdp2"], "config": config, "steps": STEPS, "name": "run"}

@@ -50,5 +50,6 @@ def test_an_index_and_its_manifest() -> None:
     assert found["manifest"] / (8 + 2) < 120
 
 
+@pytest.mark.slow
 def test_a_line_of_metrics_is_one_message() -> None:
     assert scale.metrics(4) == scale.metrics(16) == (1, 160)

@@ -56,6 +56,7 @@ def _disagreements(space: Space, some: Sequence[Candidate]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.unit
 def test_verdicts_agree_with_the_composition(space: Space) -> None:
     some = random.Random(1).sample(every_candidate(Space(FEW, 4, cluster("h100"))), 8)

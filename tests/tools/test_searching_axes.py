@@ -36,6 +36,7 @@ def test_experts_are_counted_where_axes_spread_them() -> None:
     assert ("all_to_all", "ep") in told
 
 
+@pytest.mark.slow
 @pytest.mark.unit
 def test_converted_layers_multiply_at_their_own_peak() -> None:
     given = request(*SHORT, plugins=("fp8", "fsdp2"), without=("cp", "ac", "pp", "tp", "ep"))

@@ -71,6 +71,7 @@ def plugin_of(modality: Modality) -> type[Plugin]:
     return Given
 
 
+@pytest.mark.slow
 def test_a_sound_modality_passes(tmp_path: Path) -> None:
     status, detail = found(scans.Scans, tmp_path)
     assert status == "ok", detail

@@ -122,6 +122,7 @@ def test_a_complete_file_sets_every_key_and_is_no_mistake(run_forge: RunForge, t
         assert plan(resolve(Request(config=str(written)))).slots["feed_forward"] == ("mine",)
 
 
+@pytest.mark.slow
 def test_what_built_nothing_is_not_shown(run_forge: RunForge, tmp_path: Path, capsys: Any) -> None:
     run = run_forge(["console", Mine, NoKernel, OwnTask], steps=1)
     started = next(event for event in run.events if event["event"] == "run_started")
