@@ -366,7 +366,8 @@ def test_verifies_against_a_setting_and_refuses_what_compares_nothing() -> None:
 @pytest.mark.slow
 def test_verifies_and_trains_on_two_processes(capfd: pytest.CaptureFixture[str]) -> None:
     before = state()
-    run = train("tiny.toml", {"train.steps": 2, "train.micro_batch": 1}, plugins=["console"], nproc=2, name="two")
+    with warm.ranks():
+        run = train("tiny.toml", {"train.steps": 2, "train.micro_batch": 1}, plugins=["console"], nproc=2, name="two")
     assert (run.outcome, run.step, run.environment["launcher"]) == ("done", 2, "forge")
     assert "step 2/2" in capfd.readouterr().out
     values = {"train.steps": 20, "adamw.lr": 1e20, "train.clip_norm": 0, "log.every": 1, "train.micro_batch": 1}

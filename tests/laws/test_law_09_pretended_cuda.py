@@ -96,8 +96,12 @@ def trained(folder: Path, given: list[cases.Case], ranks: int = 1) -> list[dict[
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
-EXTENDED = ("plugins check flash", "verify")
-"""They take longest, and CI trains what they do: `flash`, and the steps of `verify`."""
+EXTENDED = (
+    *("plugins check flash", "verify"),
+    *("flash", "images", "saved", "constant", "inverse_sqrt", "piecewise", "polynomial", "rex", "wsd"),
+)
+"""CI trains what they do: flash deterministic, images once for each, saved twice, and `cosine` and `linear` of the
+schedules, which give the loop a factor on the host."""
 
 
 @pytest.fixture(scope="module")

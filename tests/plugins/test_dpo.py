@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from forge_train_plugins.tasks._dpo import METRICS, AnswerPairs
 from forge_train_plugins.tasks.dpo import DPO
 from forge_train_tools import plan
 from forge_train_tools.offline.opening import open_model
-from forge_train_tools.testing import RunForge, TinyRun
+from forge_train_tools.testing import RunForge, TinyRun, runs
 from lora_models import logits
 
 pytestmark = [pytest.mark.unit]
@@ -239,9 +240,16 @@ def trained(run_forge: RunForge, folder: Path, **more: Any) -> TinyRun:
     return run_forge(plugins, settings, without=["text"], folder=folder / "runs", **options)
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"train.sequence": 48, "decoder.vocabulary": 320}
+    return runs.run_forge([], shape, steps=2, folder=tmp_path_factory.mktemp("base")).run
+
+
 @pytest.fixture
-def base(run_forge: RunForge, tmp_path: Path) -> str:
-    return str(run_forge([], {"train.sequence": 48, "decoder.vocabulary": 320}, steps=2, folder=tmp_path / "base").run)
+def base(begun: Path, tmp_path: Path) -> str:
+    """A copy of the test's own, which may be moved."""
+    return str(shutil.copytree(begun, tmp_path / "base"))
 
 
 def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunForge, base: str, tmp_path: Path) -> None:

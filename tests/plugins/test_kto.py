@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from forge_train_kit.model import Linear
 from forge_train_plugins.tasks._kto import POINT, Difference, JudgedAnswers, ReferencePoint, make_metrics
 from forge_train_plugins.tasks.kto import KTO
 from forge_train_tools.offline.opening import open_model
-from forge_train_tools.testing import RunForge, TinyRun
+from forge_train_tools.testing import RunForge, TinyRun, runs
 from poison import Poison
 from test_dpo import DIM, WORDS, Reference, answers
 
@@ -198,10 +199,16 @@ def trained(run_forge: RunForge, folder: Path, **more: Any) -> TinyRun:
     return run_forge(plugins, settings, without=["text"], folder=folder / "runs", **options)
 
 
-@pytest.fixture
-def base(run_forge: RunForge, tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"train.sequence": 48, "decoder.vocabulary": 320}
-    return str(run_forge([], shape, steps=2, folder=tmp_path / "base").run)
+    return runs.run_forge([], shape, steps=2, folder=tmp_path_factory.mktemp("base")).run
+
+
+@pytest.fixture
+def base(begun: Path, tmp_path: Path) -> str:
+    """A copy of the test's own, which may be moved."""
+    return str(shutil.copytree(begun, tmp_path / "base"))
 
 
 def ratios(model: Any, reference: Any, batch: Batch, per_token: bool) -> list[Tensor]:
