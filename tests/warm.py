@@ -79,8 +79,8 @@ class _Parent:
 _parent: _Parent | None = None
 
 
-def _started() -> _Parent:
-    """The process that forks; whoever calls this holds `_lock`, or is the only one."""
+def started() -> _Parent:
+    """Return the process that forks; whoever calls this holds `_lock`, or is the only one."""
     global _parent  # noqa: PLW0603
     if _parent is None:
         _parent = _Parent.started()
@@ -106,7 +106,7 @@ class Popen(subprocess.Popen[Any]):
         asked = {**module, "environment": dict(environment), "cwd": os.fspath(cwd or Path.cwd()), "session": session}
         with _lock:
             try:
-                pid = _started().fork(asked, files)
+                pid = started().fork(asked, files)
             except OSError:
                 _parent = None
                 return False
@@ -147,7 +147,7 @@ def program(folder: Path) -> Iterator[Path]:
     a signal ends it and not the command.
     """
     place = folder / "socket"
-    _started()  # by this thread: what a thread has started ends with it, see prctl(2), PR_SET_PDEATHSIG
+    started()  # by this thread: what a thread has started ends with it, see prctl(2), PR_SET_PDEATHSIG
     (folder / "forge").write_text(PROGRAM.format(python=sys.executable, place=place), encoding="utf-8")
     (folder / "forge").chmod(0o700)
     with socket.socket(socket.AF_UNIX) as door:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_what_a_reader_tries_can_be_composed(name: str, tmp_path: Path, monkeypa
 
 def test_the_guides_that_are_read_first_say_the_whole_command() -> None:
     assert all(_tried(name) for name in ("ddp", "fsdp2", "tp", "together"))
+
+
+@pytest.mark.skipif(not warm.FORKS, reason="only Linux can")
+@pytest.mark.slow
+def test_one_process_forks_all_commands_of_a_program(tmp_path: Path) -> None:
+    with warm.program(tmp_path) as programs:
+        subprocess.run([programs / "forge", "--version"], check=True, capture_output=True)
+        forking = warm.started()
+        subprocess.run([programs / "forge", "--version"], check=True, capture_output=True)
+        assert warm.started() is forking
 
 
 @pytest.mark.slow
