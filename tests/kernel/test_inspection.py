@@ -248,3 +248,10 @@ def test_a_failing_import_names_its_line_and_advises_what_helps(
     with pytest.raises(ConfigError, match=r"SyntaxError: .* \(.*wrong_syntax.py:1\)"):
         load(PluginRef("x", "", "", "wrong_syntax:A"))
     sys.modules.pop("parenthesised", None)
+
+
+def test_a_class_without_a_mistake_is_looked_at_again_once_it_changes() -> None:
+    cls = plugin(requires=("model",))
+    assert told(cls) == told(cls) == []
+    cls.requires = "model"  # type: ignore[assignment]
+    assert "`requires` must be a tuple of strings" in told(cls)[0]

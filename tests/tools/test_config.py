@@ -578,3 +578,14 @@ def test_a_path_in_a_file_starts_at_the_files_folder(tmp_path: Path, monkeypatch
     kept = resolve(Request(config="there/my.toml"), training=False).config.train.init_from
     typed = resolve(Request(config="there/my.toml", set=("train.init_from=here",)), training=False).config
     assert (kept, typed.train.init_from) == (str(tmp_path / "there"), str(tmp_path / "here"))
+
+
+def test_no_configuration_changes_the_preset_beneath_all() -> None:
+    before = lay(Request()).values
+    laid = lay(Request(set=("train.steps=7", "own.key=1")))
+    laid.drop("train")
+    laid.mistakes.append("wrong")
+    after = lay(Request())
+    assert after.values == before
+    assert ("own",) not in after.tables
+    assert after.mistakes == []
