@@ -126,8 +126,17 @@ def tiny(
     steps: int = 3,
     **more: Any,
 ) -> TinyRun:
-    settings = {"train.global_batch": 12, "train.micro_batch": 1, **(config or {})}
+    settings = {"train.global_batch": 12, "train.micro_batch": micro_batch(config or {}), **(config or {})}
     return run_forge((*plugins, Probe), settings, sets=sets, steps=steps, folder=Path(folder), **more)
+
+
+def micro_batch(config: Mapping[str, Any]) -> int:
+    """Two micro-batches of twelve sequences a step on each data rank, or three where two don't divide its share; twice
+    as many as the stages of a pipeline, or all of one sequence."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    stages = config.get("parallel.pp", 1)
+    share = 12 * stages * config.get("parallel.tp", 1) * config.get("parallel.cp", 1) // world
+    return share // (2 * stages) if share % (2 * stages) == 0 else 1
 
 
 def composition(run: TinyRun) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def train(
     folder: str,
     plugins: Sequence[str],
     config: Mapping[str, Any],
-    steps: int = 10,
+    steps: int = 6,
     name: str = "run",
     stop_at: int | None = None,
 ) -> dict[str, Any]:

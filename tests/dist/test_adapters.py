@@ -10,6 +10,7 @@ import pytest
 
 import cases
 from compositions import Composition
+from crossed import marked
 from forge_train.checkpoint.checkpoint import found, shapes
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import Pool, PoolError, Verifier
@@ -32,8 +33,8 @@ def adapted_file(composition_file: Path) -> Path:
     ("layout", "world", "settings"),
     [
         ("tp2", 2, {}),
-        ("tp2", 2, {"adapters.split": False}),
-        ("tp2", 2, WHOLE),
+        pytest.param("tp2", 2, {"adapters.split": False}, marks=pytest.mark.extended),
+        pytest.param("tp2", 2, WHOLE, marks=pytest.mark.extended),
         ("tp2", 2, {**WHOLE, "adapters.split": False, "adapters.frozen": False}),
         pytest.param("tp2×dp2", 4, {}, marks=pytest.mark.extended),
     ],
@@ -104,7 +105,7 @@ def start(base: Path, **more: Any) -> dict[str, Any]:
     return {"train.init_from": str(base), "train.init_missing": ADDED, "checkpoint.only": ADDED, **more}
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", marked(SHARDINGS, ["ddp"]))
 def test_starts_from_a_base_keeps_adapters_alone_and_goes_on_bit_for_bit(
     ranks: Pool, tmp_path: Path, base: Path, sharding: str
 ) -> None:
@@ -124,7 +125,7 @@ def test_starts_from_a_base_keeps_adapters_alone_and_goes_on_bit_for_bit(
     assert {name: cases.digest(tensor) for name, tensor in opened.state_dict().items()} == whole[0]["weights"]
 
 
-@pytest.mark.parametrize("sharding", [name for name in SHARDINGS if name != "one"])
+@pytest.mark.parametrize("sharding", marked([name for name in SHARDINGS if name != "one"], ["zero1"]))
 def test_frozen_parameters_have_no_gradients_and_no_optimizer_state(
     ranks: Pool, tmp_path: Path, base: Path, sharding: str
 ) -> None:

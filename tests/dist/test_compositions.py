@@ -75,7 +75,7 @@ OPTIONS: dict[str, tuple[Composition, Settings, Settings]] = {
     # What it is: the composition, what belongs to the layout, and what one process has too.
     "reduced after each": (Composition("dp2", "no ac", "three", "untied", "packed"), {"fsdp2.reduce": "each"}, MASK),
     "gathered once a step": (Composition("dp2", "no ac", "three", *TIED), {"fsdp2.reshard": "step"}, {}),
-    "head in chunks": (Composition("dp4", "no ac", "three", *TIED), {}, {**LOSS, **MASK}),
+    "head in chunks": (Composition("dp2", "no ac", "three", *TIED), {}, {**LOSS, **MASK}),
     "replicas of fsdp2": (Composition("replicas2", "no ac", "one", *TIED), {}, {}),
     "small buckets": (Composition("ddp2", "no ac", "three", *TIED), {"ddp.bucket_mb": 0.01}, {**LOSS, **MASK}),
     "ddp on two axes": (Composition("ddp2×2", "no ac", "one", "untied", "packed"), {}, {}),

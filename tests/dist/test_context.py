@@ -51,7 +51,7 @@ MORE: dict[str, tuple[Context, dict[str, Any], tuple[str, ...]]] = {
     "copies": (Context(2, "gather", frozenset(), 2), {"parallel.dp_replicate": 2}, ()),
     "ddp": (Context(2, "ring", frozenset({"packed"})), {}, ("ddp",)),
 }  # fmt: skip
-EXTENDED = ("compiled and recomputed", "selective", "copies")
+EXTENDED = ("compiled", "compiled and recomputed", "selective", "copies")
 """test_compositions.py compiles and recomputes with tp, and has copies of tp."""
 
 

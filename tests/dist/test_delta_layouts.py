@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "ep2": (("moe", "ep", "fsdp2"), EXPERTS),
     "compiled": (("fsdp2", "compile"), {"compile.backend": "aot_eager", **PACKED, "decoder.layers": 2}),
 }
-EXTENDED = ("tp2 × cp2, packed", "compiled", "tp2, not along the sequence", "cp2, all layers")
+EXTENDED = ("ep2", "tp2 × cp2, packed", "compiled", "tp2, not along the sequence", "cp2, all layers")
 """CI has cp2 with `gather`; none of its tests compiles such layers, which takes as long as all the others."""
 
 

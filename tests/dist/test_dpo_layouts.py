@@ -63,6 +63,10 @@ CASES: dict[str, tuple[int, tuple[str, ...], Settings, Settings]] = {
 which some are short and some are cut, or in rows of several pairs; evaluations have padding."""
 
 
+EXTENDED = ("fsdp2, 2×2", "packed, fsdp2, 2×2", "packed, pp2, stored", "tp2", "tp2, stored", "cp2")
+"""CI has rows of several pairs where ranks split what a sequence is made of, and a stored reference in a pipeline."""
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pairs of unlike lengths, a model to compare with, and the configuration that all cases share."""
@@ -95,7 +99,7 @@ def request(data: Path, plugins: tuple[str, ...], **settings: Any) -> Request:
     return compositions._request(data / "dpo.toml", ("dpo", "text_pairs", *plugins), {**values, **settings})
 
 
-@pytest.mark.parametrize("case", marked(CASES, ["fsdp2, 2×2", "packed, fsdp2, 2×2"]))
+@pytest.mark.parametrize("case", marked(CASES, EXTENDED))
 def test_agrees_with_one_process(verify: Verifier, data: Path, case: str) -> None:
     world, plugins, layout, loss = CASES[case]
     loss = dict(loss)

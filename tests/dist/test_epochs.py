@@ -41,7 +41,7 @@ def read(found: list[tuple[int, int, list[str]]], steps: int) -> Counter[str]:
         (2, ("fsdp2",), {}),
         (2, ("pp",), {"parallel.pp": 2}),
         (2, ("cp",), {"parallel.cp": 2}),
-        (4, ("fsdp2", "cp"), {"parallel.cp": 2}),
+        pytest.param(4, ("fsdp2", "cp"), {"parallel.cp": 2}, marks=pytest.mark.extended),
     ],
 )
 def test_each_record_is_read_once_an_epoch(

@@ -144,7 +144,7 @@ def test_no_bit_of_the_run_is_another(layout: tuple[str, ...]) -> None:
     assert [one["key"] for one in found["state"]] == ["plugin lm_eval"]
 
 
-@pytest.mark.parametrize("layout", marked(LAYOUTS, ["fsdp2", "cp2"]))
+@pytest.mark.parametrize("layout", marked(LAYOUTS, ["fsdp2", "pp2", "cp2"]))
 def test_layouts_agree(layout: str) -> None:
     ended = forge("train", "mine.toml", "--name", layout, "--quiet", "--nproc", "2", *LAYOUTS[layout])
     assert ended.code == 0, ended.err

@@ -46,6 +46,7 @@ CASES = [
 EXTENDED = (
     *("opt, hsdp2×2, documents", "glm, tp2, documents", "glm, pp2×dp2, documents", "cohere, pp2×tp2"),
     *("olmoe, ep2, documents", "olmoe, ep3", "olmoe, ep2×dp2", "glm4_moe, ep2×pp2, documents"),
+    "qwen2_moe, ep2×tp2, whole sequences",
 )
 """CI has these axes alone, or among others."""
 

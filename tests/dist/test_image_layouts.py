@@ -45,8 +45,11 @@ CELLS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "pp2, clips too": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, CLIPS),
     "pp2, frozen": (("pp",), {"parallel.pp": 2, "train.micro_batch": 1}, FROZEN),
 }
-EXTENDED = ("cp2", "fsdp2, one size", "pp2", "pp2, frozen", "tp2, three axes, ac", "pp2, three axes", "pp2, clips too")
-"""tests/dist/test_modality_layouts.py has these axes."""
+EXTENDED = (
+    *("fsdp2, ac", "cp2", "fsdp2, one size", "pp2", "pp2, frozen", "tp2, three axes, ac", "pp2, three axes"),
+    *("tp2, clips too", "cp2, clips too", "pp2, clips too"),
+)
+"""tests/dist/test_modality_layouts.py has these axes, and CI images and clips on one of them."""
 
 
 @pytest.mark.parametrize("cell", marked(CELLS, EXTENDED))

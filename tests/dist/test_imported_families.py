@@ -40,7 +40,7 @@ CASES = [
 EXTENDED = (
     *("qwen3, cp2", "gemma3, cp2", "mistral, cp2", "deepseek_v2, cp2", "olmo3, pp2", "olmo2, tp2×dp2"),
     *("smollm3, cp2", "granite, pp2", "gemma2, tp2×dp2", "mixtral, tp2×dp2", "qwen3_moe, ep2", "phi3, tp2×dp2"),
-    *("gpt2, pp2", "deepseek_v3, pp2"),
+    *("gpt2, pp2", "deepseek_v3, pp2", "deepseek_v3, ep2", "olmoe, pp2"),
 )
 """Every layout is in CI, and every family on one process, in tests/plugins."""
 

@@ -12,6 +12,7 @@ import torch
 
 import heads_data
 from capture_cases import HEADS, SHAPES
+from crossed import few
 from forge_cli import forge, one_message
 from forge_train_tools.looking import look as looking
 from forge_train_tools.looking.look import Looked, Looking, look
@@ -81,7 +82,14 @@ def alike(found: Looked, right: Looked) -> None:
     assert (found.lens and found.lens.texts) == (right.lens and right.lens.texts)
 
 
-@pytest.mark.parametrize(("model", "layout"), CELLS)
+IN_CI = (
+    *(("decoder", "pp2"), ("decoder", "tp2cp2"), ("moe", "ep2"), ("delta_net", "tp2"), ("arcee", "pp2")),
+    *(("sinks", "ulysses"), ("classify", "cp2"), ("decoder", "fsdp2")),
+)
+"""Every layout, and every model whose modules split in a way of their own."""
+
+
+@pytest.mark.parametrize(("model", "layout"), few(CELLS, IN_CI))
 def test_one_process_on_any_layout(model: str, layout: str, trained: Callable[[str], Path], over_ranks: None) -> None:
     nproc, plugins, settings = LAYOUTS[layout]
     heads = () if model == "delta_net" else ("0.1", "1.*")

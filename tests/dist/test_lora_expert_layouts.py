@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "pp2": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 1}),
     "ep2×replicas2": (4, ("ep",), {"parallel.ep": 2, "parallel.dp_replicate": 2, "train.micro_batch": 1}),
 }
-EXTENDED = ("pp2", "ep2, zero1, ac", "ep2×tp2", "ep2×replicas2")
+EXTENDED = ("pp2", "ep2, zero1, ac", "ep2×tp2", "ep2×etp2", "ep2×replicas2")
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))

@@ -66,8 +66,11 @@ def request(file: Path, plugins: tuple[str, ...], settings: Mapping[str, Any]) -
     return compositions._request(file, plugins, settings)
 
 
-EXTENDED = ("fsdp2", "tp2", "ep2", "tp2 × fsdp2", "tp2 × fsdp2, gathered", "ep2 × tp2 × fsdp2")
-"""CI has the same axes with another recipe, or with more of them."""
+EXTENDED = (
+    *("fsdp2", "tp2", "ep2", "tp2 × fsdp2", "tp2 × fsdp2, gathered", "ep2 × tp2 × fsdp2"),
+    *("ep2 × tp2 × fsdp2, gathered", "deepseek, fsdp2"),
+)
+"""CI has the same axes with another recipe or alone, and `deepseek_fp8` in a test below."""
 
 
 @pytest.mark.parametrize("case", marked(CASES, EXTENDED))
@@ -124,7 +127,7 @@ DRIFT: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Mapping[str, Any]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", marked(DRIFT, ["fp8, tp2"]))
+@pytest.mark.parametrize("case", marked(DRIFT, ["fp8, tp2", "mxfp8", "deepseek in powers of two, 64"]))
 def test_a_tenth_holds_for_each_parameter_at_first_and_for_all_together_later(drift: Any, case: str) -> None:
     first, *later = drift(*DRIFT[case])
     print([first, *later])

@@ -113,10 +113,10 @@ def test_resumed_it_repeats_to_the_bit_and_on_another_layout_within_rounding(
     ranks: Pool, tmp_path: Path, layout: str, optimizer: str, settings: Mapping[str, Any]
 ) -> None:
     world, plugins, config = LAYOUTS[layout]
-    plugins, config = (optimizer, *plugins), {**config, **settings, "checkpoint.every": 3}
-    here = {"steps": 6, "folder": tmp_path}
+    plugins, config = (optimizer, *plugins), {**config, **settings, "checkpoint.every": 2}
+    here = {"steps": 4, "folder": tmp_path}
     whole = resumed(ranks, world, plugins, config, name="whole", **here)
-    resumed(ranks, world, plugins, config, name="stopped", stop_at=3, **here)
+    resumed(ranks, world, plugins, config, name="stopped", stop_at=2, **here)
     shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
     again = resumed(ranks, world, plugins, config, name="stopped", **here)
     assert again["losses"] == whole["losses"]
@@ -126,8 +126,8 @@ def test_resumed_it_repeats_to_the_bit_and_on_another_layout_within_rounding(
     assert moved["state"].keys() == there["state"].keys()
     for name, end in there["ended"].items():
         torch.testing.assert_close(moved["ended"][name], end, rtol=2e-3, atol=2e-3, msg=name)
-    one_more = resumed(ranks, 1, *alone(plugins, config), name="moved", folder=tmp_path, steps=7)
-    assert len(one_more["losses"]) == 7, "and on one process, from what two had saved"
+    one_more = resumed(ranks, 1, *alone(plugins, config), name="moved", folder=tmp_path, steps=5)
+    assert len(one_more["losses"]) == 5, "and on one process, from what two had saved"
 
 
 def resumed(ranks: Pool, world: int, plugins: Any, config: Any, folder: Path, **more: Any) -> Any:
@@ -143,18 +143,24 @@ def same_bits(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
 
 
 EVEN = {**DENSE, "decoder.dim": 24, "decoder.head_dim": 12, "decoder.hidden": 48}
+SHARES: Mapping[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {
+    "fsdp2": (3, ("fsdp2",), EVEN),
+    "tp × dp": (4, ("tp", "fsdp2"), {**EVEN, "parallel.tp": 2}),
+}
+"""Each rank holds an equal share."""
+WIDTHS = (("fp32", 4), ("bf16", 2))
 
 
-@pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize(
-    ("world", "plugins", "config", "share"),
-    [(3, ("fsdp2",), EVEN, 3), (4, ("tp", "fsdp2"), {**EVEN, "parallel.tp": 2}, 4)],
+    ("layout", "dtype", "width"),
+    few([*((layout, *dtype) for layout in SHARES for dtype in WIDTHS)], [("fsdp2", "fp32", 4), ("tp × dp", "bf16", 2)]),
 )
 def test_each_shard_travels_to_its_owner_and_back_once(
-    ranks: Pool, tmp_path: Path, world: int, plugins: Any, config: Any, share: int, dtype: str, width: int
+    ranks: Pool, tmp_path: Path, layout: str, dtype: str, width: int
 ) -> None:
     """No byte more than the shards that the owner lacks, there and back; and no more than two calls for a matrix."""
-    replies = train(ranks, tmp_path, world, ("muon", *plugins), {**config, "muon.dtype": dtype}, steps=2)
+    share, plugins, config = SHARES[layout]
+    replies = train(ranks, tmp_path, share, ("muon", *plugins), {**config, "muon.dtype": dtype}, steps=2)
     least = 2 * 2 * replies[0]["elements"] * width * (share - 1) // share
     assert least <= sum(reply["sent"] for reply in replies) <= 1.05 * least
     assert all(reply["calls"] <= 2 * 2 * reply["matrices"] for reply in replies)
@@ -169,8 +175,13 @@ def test_a_copy_that_no_rank_shares_sends_nothing(ranks: Pool, tmp_path: Path) -
         assert reply["sent"] == 0
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("plugin", "agrees"), [("muon", True), ("muon_cases:PerShard", False)])
+@pytest.mark.parametrize(
+    ("plugin", "agrees", "dtype"),
+    few(
+        [(*one, dtype) for one in (("muon", True), ("muon_cases:PerShard", False)) for dtype in ("fp32", "bf16")],
+        [("muon", True, "bf16"), ("muon_cases:PerShard", False, "fp32")],
+    ),
+)
 def test_verify_agrees_and_sees_a_momentum_that_was_orthogonalised_by_shards(
     verify: Verifier, composition_file: Path, plugin: str, agrees: bool, dtype: str
 ) -> None:

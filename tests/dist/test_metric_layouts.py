@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.dist]
 
 BASE: dict[str, Any] = {
     "train.global_batch": 12,
-    "train.micro_batch": 1,
+    "train.micro_batch": 2,
     "train.evaluate_every": 4,
     "train.evaluate_batches": 2,
     "log.every": 2,
@@ -36,7 +36,7 @@ def trained(ranks: Pool, folder: Path, layout: str = "", **more: Any) -> list[di
     return ranks.run(metric_cases.train, world, **arguments, **{"steps": 4, **more})
 
 
-@pytest.mark.parametrize("layout", marked(LAYOUTS, ["dp2", "tp2", "hsdp"]))
+@pytest.mark.parametrize("layout", marked(LAYOUTS, ["dp2", "tp2", "hsdp", "tp2dp2"]))
 def test_one_process_on_any_layout(ranks: Pool, tmp_path: Path, layout: str) -> None:
     (alone,) = trained(ranks, tmp_path / "one")
     assert len(alone["lines"]) == 2

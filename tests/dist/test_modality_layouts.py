@@ -47,20 +47,10 @@ FUSIONS: dict[str, dict[str, Any]] = {
 }
 """Fusion → settings with which it has weights of every kind."""
 IN_CI = {
-    "prefix": ["fsdp2, two micro-batches, ac", "tp2", "tp2, a sequence that does not divide", "pp2, ac", "cp2", "ep2"],
-    "cross_attention": [
-        *("fsdp2, two micro-batches, ac", "tp2, a sequence that does not divide", "tp2, not along the sequence, ac"),
-        *("pp2, ac", "cp2"),
-    ],
-    "mot": [
-        "fsdp2",
-        "tp2, norms shared",
-        "tp2, a sequence that does not divide",
-        "tp2, not along the sequence, ac",
-        "pp2, ac",
-        "cp2",
-    ],
-    "moma": ["ep2", "tp2", "tp2, not along the sequence, ac", "pp2, ac", "cp2"],
+    "prefix": ["fsdp2, two micro-batches, ac", "tp2, a sequence that does not divide", "pp2, ac", "cp2"],
+    "cross_attention": ["tp2, a sequence that does not divide", "pp2, ac", "cp2"],
+    "mot": ["fsdp2", "tp2, norms shared", "tp2, not along the sequence, ac", "pp2, ac", "cp2"],
+    "moma": ["ep2", "tp2", "pp2, ac", "cp2"],
 }
 REFUSED = {
     "moma": ["tp2, a sequence that does not divide"],

@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
 }
 EXTENDED = (
     *("tp2", "tp2, tied, not along the sequence", "cp2 gather", "pp2", "pp2, tied", "zero1"),
-    "fsdp2, tied, accumulation",
+    *("fsdp2, tied, accumulation", "ep2"),
     *("tp2, whole logits", "pp2, fsdp2", "pp2, fsdp2, tied, two under way", "pp2, ep2 over tp2", "cp2, pp2"),
 )
 """CI has pp2 beside tp2, and each of these axes alone, or with more options."""

@@ -38,10 +38,10 @@ def distance(here: Mapping[str, Any], there: Mapping[str, Any]) -> float:
 
 
 IN_CI = [
-    *(("adamw, both moments", "fsdp2 uneven"), ("lion", "hsdp"), ("schedule_free", "tp × dp")),
+    *(("lion", "fsdp2 uneven"), ("schedule_free", "tp × dp")),
     *(("adamw, bf16 and masters", "fsdp2 uneven"), ("adamw, bf16 throughout", "hsdp")),
 ]
-"""Every kind; test_quantised_layouts.py has `ep`."""
+"""Every optimizer, dtype of moments and kind of layout."""
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,7 @@ def differing(here: dict[str, Any], there: dict[str, Any], lr: float) -> float:
 
 
 IN_CI = [
-    *(("adamw", "fsdp2 uneven"), ("lion", "hsdp"), ("lion", "fewer experts than ranks"), ("schedule_free", "ddp")),
-    ("schedule_free", "uneven stacks of experts"),
+    *(("adamw", "fsdp2 uneven"), ("lion", "hsdp"), ("schedule_free", "ddp")),
 ]
 """Every optimizer; test_matrix_optimizers.py and test_narrow_layouts.py have the other layouts."""
 
@@ -63,10 +62,10 @@ def test_resumed_it_repeats_to_the_bit_and_on_another_layout_within_rounding(
 ) -> None:
     world, plugins, config = LAYOUTS["fsdp2 uneven"]
     plugin, settings = OPTIMIZERS[optimizer]
-    plugins, config = (plugin, *plugins), {**config, **settings, "checkpoint.every": 3}
-    here = {"steps": 6, "folder": tmp_path}
+    plugins, config = (plugin, *plugins), {**config, **settings, "checkpoint.every": 2}
+    here = {"steps": 4, "folder": tmp_path}
     whole = resumed(ranks, world, plugins, config, name="whole", **here)
-    resumed(ranks, world, plugins, config, name="stopped", stop_at=3, **here)
+    resumed(ranks, world, plugins, config, name="stopped", stop_at=2, **here)
     shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
     again = resumed(ranks, world, plugins, config, name="stopped", **here)
     assert again["losses"] == whole["losses"]
@@ -78,7 +77,7 @@ def test_resumed_it_repeats_to_the_bit_and_on_another_layout_within_rounding(
         assert differing(moved, there, settings["lion.lr"]) <= 1e-4
     else:
         assert farthest(moved, there)[0] <= 1e-4
-    assert len(resumed(ranks, 1, *alone(plugins, config), name="moved", folder=tmp_path, steps=7)["losses"]) == 7
+    assert len(resumed(ranks, 1, *alone(plugins, config), name="moved", folder=tmp_path, steps=5)["losses"]) == 5
 
 
 @pytest.mark.parametrize(

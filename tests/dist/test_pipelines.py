@@ -123,8 +123,8 @@ def test_a_run_keeps_the_picture_of_its_step(ranks: Pool, tmp_path: Path) -> Non
     assert {one.path: one.plugin for one in recorded(run)}["artifacts/pipeline.svg"] == "pp"
     tree = ET.parse(run / "artifacts" / "pipeline.svg")
     title, *boxes = (one.text for one in tree.iter("{http://www.w3.org/2000/svg}title"))
-    assert title == "zbv on 2 ranks, 12 micro-batches"
-    table = schedules.timetable("ZBVZeroBubble", 2, 12)
+    assert title == "zbv on 2 ranks, 4 micro-batches"
+    table = schedules.timetable("ZBVZeroBubble", 2, 4)
     assert set(map(str, boxes)) == {str(slot) for row in table.ranks for slot in row if slot}, "some in two lines"
 
 

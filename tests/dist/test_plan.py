@@ -21,6 +21,7 @@ Settings = Mapping[str, Any]
 TP2, HSDP = {"parallel.tp": 2}, {"parallel.dp_replicate": 2}
 BF16 = {"train.precision": "bf16"}
 TINY = {"train.global_batch": 16, "train.micro_batch": 2, "decoder.kv_heads": 4}
+HALF, ONE = {"train.global_batch": 8}, {"train.micro_batch": 1}
 REST = {"run.device": "cpu", "train.evaluate_every": 0}
 QUICK = {"text.baseline": False, **REST}
 CUT = {"decoder.dim": 80, "decoder.heads": 4, "decoder.head_dim": 20, "decoder.hidden": 132}
@@ -57,9 +58,9 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
     "quickstart fsdp2": ("quickstart", 4, ("fsdp2",), {}),
     "quickstart fsdp2, ac selective": ("quickstart", 4, ("fsdp2", "ac"), {"ac.mode": "selective"}),
     "quickstart tp2 × dp2, ac": ("quickstart", 4, ("fsdp2", "tp", "ac"), TP2),
-    "fsdp2 bf16, two micro-batches": ("tiny", 4, ("fsdp2",), BF16),
-    "fsdp2 ZeRO-2, four micro-batches": ("tiny", 4, ("fsdp2",), {"fsdp2.reshard": "never", "train.micro_batch": 1}),
-    "fsdp2 once a step, four": ("tiny", 4, ("fsdp2",), {"fsdp2.reshard": "step", "train.micro_batch": 1}),
+    "fsdp2 bf16, two micro-batches": ("tiny", 2, ("fsdp2",), {**BF16, **HALF}),
+    "fsdp2 ZeRO-2, four micro-batches": ("tiny", 2, ("fsdp2",), {"fsdp2.reshard": "never", **HALF, **ONE}),
+    "fsdp2 once a step, four": ("tiny", 2, ("fsdp2",), {"fsdp2.reshard": "step", **HALF, **ONE}),
     "hsdp": ("tiny", 4, ("fsdp2",), {**HSDP, "decoder.tied": True}),
     "hsdp bf16, gathered in float8": ("tiny", 4, ("fsdp2", "fp8"), {**HSDP, **BF16, "fp8.all_gather": True}),
     "tp2 × dp2": ("tiny", 4, ("tp", "fsdp2"), TP2),
@@ -77,15 +78,15 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
         {**TP2, **CUT, "adamw.state.first": "8bit", "adamw.state.second": "4bit"},
     ),
     "cp2 × dp2, passed on": ("tiny", 4, ("cp", "fsdp2", "flex"), {"parallel.cp": 2, "cp.method": "ring"}),
-    "ddp": ("tiny", 4, ("ddp",), {}),
+    "ddp": ("tiny", 2, ("ddp",), HALF),
     "ddp bf16": ("tiny", 4, ("ddp",), BF16),
     "zero1": ("tiny", 4, ("zero1",), {}),
-    "zero1 bf16, lion": ("tiny", 4, ("zero1", "lion"), BF16),
+    "zero1 bf16, lion": ("tiny", 2, ("zero1", "lion"), {**BF16, **HALF}),
 }
 EXTENDED = (
     *("one process, pictures, ac", "one process, pictures, experts", "quickstart fsdp2, pictures"),
     *("one process, ac", "one process, bf16, in three", "quickstart fsdp2", "quickstart fsdp2, ac selective", "hsdp"),
-    "quickstart tp2 × dp2, ac",
+    *("quickstart tp2 × dp2, ac", "tp2 × dp2, moments in 8 and 4 bits"),
     *("tp2 × dp2", "tp2 × dp2 bf16, tied", "tp2 × dp2, parameters and moments in bf16", "ddp bf16", "zero1"),
 )
 """CI has the same layout in another precision, or another one with the same option."""

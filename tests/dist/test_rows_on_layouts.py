@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import items_data
-from crossed import marked
+from crossed import few, marked
 from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist]
@@ -32,7 +33,8 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, ..
     "fsdp2 on 3": (3, ("fsdp2",), ("train.global_batch=6",), ()),
     "fsdp2, row by row": (2, ("fsdp2",), (), DYNAMIC),
 }
-EXTENDED = ("tp2, latents", "ep2, rows brought", "fsdp2 × pp2")
+EXTENDED = ("fsdp2", "pp2", "tp2, latents", "ep2, rows brought", "fsdp2 × pp2")
+"""CI has fsdp2 on three ranks, and a pipeline of more parts."""
 
 
 @pytest.mark.parametrize("name", marked(LAYOUTS, EXTENDED))
@@ -61,8 +63,13 @@ FUSIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("name", ITEMS)
+@pytest.mark.parametrize(
+    ("name", "fusion"),
+    few(
+        [*itertools.product(ITEMS, FUSIONS)],
+        [("fsdp2 on 3", "cross_attention"), ("tp2", "prefix"), ("pp2", "cross_attention")],
+    ),
+)
 def test_prompts_with_items_are_continued_as_on_one_process(
     ranks: Pool, name: str, fusion: str, tmp_path: Path
 ) -> None:
@@ -89,7 +96,7 @@ DRAFTING: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, .
 }
 
 
-@pytest.mark.parametrize("name", marked(DRAFTING, ("tp2, whole sequences", "tp2, latents")))
+@pytest.mark.parametrize("name", marked(DRAFTING, ("tp2, whole sequences", "tp2, latents", "ep2", "fsdp2 × tp2")))
 def test_drafts_change_no_row_and_are_those_of_one_process(ranks: Pool, name: str) -> None:
     """Prompts of one token among them, and of other lengths than ranks divide."""
     world, plugins, layout, model = DRAFTING[name]

@@ -25,8 +25,8 @@ def test_a_layout_that_sleeps_agrees(layout: str, verify: Verifier, composition_
     plugins, settings = LAYOUTS[layout]
     sleeps = {"sleeper.folder": str(tmp_path)}
     request = compositions._request(
-        composition_file, (*plugins, "sleepers:Sleeper"), {"train.micro_batch": 1, **settings, **sleeps}
+        composition_file, (*plugins, "sleepers:Sleeper"), {"train.micro_batch": 6, **settings, **sleeps}
     )
-    reference = compositions._request(composition_file, ("sleepers:Sleeper",), {"train.micro_batch": 4, **sleeps})
+    reference = compositions._request(composition_file, ("sleepers:Sleeper",), {"train.micro_batch": 12, **sleeps})
     verdict = verify(request, 2, steps=2, reference=reference)
     assert verdict.agree, verdict

@@ -32,7 +32,9 @@ def settings(name: str) -> dict[str, Any]:
     return {"torch_optimizer.name": f"torch.optim:{name}", "torch_optimizer.lr": lr, **given}
 
 
-@pytest.mark.parametrize("name", marked(EXACT, ["ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "RAdam", "SGD"]))
+@pytest.mark.parametrize(
+    "name", marked(EXACT, ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "SGD"])
+)
 def test_a_listed_class_is_exact_on_shards(ranks: Pool, tmp_path: Path, name: str) -> None:
     world, plugins, config = LAYOUTS["fsdp2 uneven"]
     plugins, config = ("torch_optimizer", *plugins), {**config, **settings(name)}

@@ -58,7 +58,7 @@ def runs(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 TP2, TP4 = {"parallel.tp": 2}, {"parallel.tp": 4, "decoder.kv_heads": 4}
 WHOLE = {"tp.sequence_parallel": False}
 LOGITS = {"tp.loss_parallel": False}
-LOSS = {"cross_entropy.z_loss": 1e-2, "cross_entropy.label_smoothing": 0.1, "cross_entropy.chunk": 16}
+LOSS = {"cross_entropy.z_loss": 1e-2, "cross_entropy.label_smoothing": 0.1, "cross_entropy.chunk": 80}
 
 
 @pytest.mark.parametrize("settings", [{}, WHOLE])
@@ -94,7 +94,7 @@ def test_writes_the_same_text(runs: Runs) -> None:
     assert texts[0].startswith("the ")
 
 
-@pytest.mark.parametrize(("world", "config"), [(2, TP2), (4, TP4)])
+@pytest.mark.parametrize(("world", "config"), few([(2, TP2), (4, TP4)], [(2, TP2)]))
 def test_sends_no_more_than_the_textbook(runs: Runs, world: int, config: Settings) -> None:
     """Two blocks per layer gather a sequence and scatter one, forward and backward; embedding and head do half."""
     batch, sequence, dim, layers = 12, 32, 64, 4
@@ -130,15 +130,19 @@ def test_the_first_step_judges_gradients_no_plan_speaks_of(ranks: Pool, partial:
         assert says in said
 
 
+REFUSED = [
+    (("tp",), {"parallel.tp": 4}, "it has 2 heads of 8 features, and every rank needs whole ones; tp (4) must"),
+    (("tp",), {**TP4, "decoder.hidden": 50}, "its 50 outputs can't be split evenly; tp (4) must divide them"),
+    (("tp",), {**TP4, "tp.async_tp": True}, "tp.async_tp: needs CUDA devices with symmetric memory"),
+    (("tp", "tp_cases:Unplanned"), {"parallel.tp": 4}, "declares no tensor_plan()"),
+    ((), TP4, "parallel.tp is 4, but no enabled plugin covers the axis 'tp'"),
+]
+"""test_bad_layouts.py has the same refusals in CI, but for CUDA's."""
+
+
 @pytest.mark.parametrize(
     ("plugins", "config", "says"),
-    [
-        (("tp",), {"parallel.tp": 4}, "it has 2 heads of 8 features, and every rank needs whole ones; tp (4) must"),
-        (("tp",), {**TP4, "decoder.hidden": 50}, "its 50 outputs can't be split evenly; tp (4) must divide them"),
-        (("tp",), {**TP4, "tp.async_tp": True}, "tp.async_tp: needs CUDA devices with symmetric memory"),
-        (("tp", "tp_cases:Unplanned"), {"parallel.tp": 4}, "declares no tensor_plan()"),
-        ((), TP4, "parallel.tp is 4, but no enabled plugin covers the axis 'tp'"),
-    ],
+    few(REFUSED, [one for one in REFUSED if "async_tp" in one[2]]),
 )
 def test_refuses_in_one_message(runs: Runs, plugins: tuple[str, ...], config: Settings, says: str) -> None:
     with pytest.raises(PoolError) as error:
@@ -178,7 +182,7 @@ def test_goes_on_on_another_layout(
     whole = runs.one(model)
     for layout, more in ((before, {"stop_at": 2}), (after, {})):
         world, plugins, config = LAYOUTS[layout]
-        config = {"train.micro_batch": 2, **model, **config}
+        config = {"train.micro_batch": 3, **model, **config}
         arguments = {"folder": str(tmp_path), "plugins": plugins, "config": config, "steps": 5, "name": "run", **more}
         reply = ranks.run("cases:train", world, **arguments)[0]
     assert len(reply["grad_norms"]) in (2, 3)  # several ranks agree to stop one step later

@@ -27,7 +27,7 @@ def record(number: int, *, weighted: bool = True) -> dict[str, Any]:
     ("world", "plugins", "layout"),
     [
         (2, ("fsdp2",), {}),
-        (2, ("ddp",), {}),
+        pytest.param(2, ("ddp",), {}, marks=pytest.mark.extended),
         (2, ("cp",), {"parallel.cp": 2}),
         (2, ("tp",), {"parallel.tp": 2}),
         (2, ("pp",), {"parallel.pp": 2}),
