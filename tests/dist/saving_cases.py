@@ -21,7 +21,7 @@ from forge_train_tools.testing import run_forge
 from full_disk import full_for
 from saving import ASYNC, contents, overwritten, slow_disk
 
-SMALL = {"train.global_batch": 12, "train.micro_batch": 1, "checkpoint.every": 2, "checkpoint.keep": 9}
+SMALL = {"train.global_batch": 12, "train.micro_batch": 3, "checkpoint.every": 2, "checkpoint.keep": 9}
 
 
 class Notes(Plugin):

@@ -20,7 +20,7 @@ LAYOUTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "pp2": (["pp"], {"parallel.pp": 2}),
 }
 STEPS = 8
-CONFIG = {"train.global_batch": 4, "train.micro_batch": 1, "checkpoint.every": 3, "log.every": 2}
+CONFIG = {"train.global_batch": 4, "train.micro_batch": 2, "checkpoint.every": 3, "log.every": 2}
 
 
 EXTENDED = ("tp2", "ep2", "pp2")

@@ -54,7 +54,7 @@ def test_agrees_with_one_process(
         "distill.weights": str(teacher),
         "distill.teacher": "{ decoder = { layers = 3, tied = false } }",
         "distill.temperature": "2.0",
-        "distill.chunk": "48",
+        "distill.chunk": "192",
     }
     request = composition.request(composition_file, ("distill",), **settings, **layout)
     own = {key: value for key, value in layout.items() if key.startswith("distill.")}
@@ -82,7 +82,7 @@ def test_stored_logits_agree_with_one_process(
         "distill.weights": str(teacher),
         "distill.teacher": "{ decoder = { layers = 3, tied = false } }",
         "distill.temperature": "2.0",
-        "distill.chunk": "48",
+        "distill.chunk": "192",
         "distill.top_k": "5",
         "distill.stored": str(tmp_path / "alone"),
         **{key: value for key, value in layout.items() if key.startswith("distill.")},

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.dist]
 
 Settings = Mapping[str, Any]
 SIGMOID: Settings = {"dpo.beta": 0.5, "dpo.label_smoothing": 0.1, "dpo.sft_weight": 0.2, "dpo.chunk": 96}
-PACKED: Settings = {"text_pairs.packing": "best_fit", "train.sequence": 256}
+PACKED: Settings = {"text_pairs.packing": "best_fit", "train.sequence": 256, "dpo.chunk": 400}
 CASES: dict[str, tuple[int, tuple[str, ...], Settings, Settings]] = {
     "fsdp2, 2×2": (4, ("fsdp2",), {"parallel.dp_replicate": 2, "train.micro_batch": 2}, SIGMOID),
     "ddp2": (2, ("ddp",), {"train.micro_batch": 2}, {**SIGMOID, "dpo.length_normalised": True}),
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], Settings, Settings]] = {
         2,
         ("cp", "fsdp2"),
         {"parallel.cp": 2, "train.micro_batch": 4},
-        {"dpo.loss": "ipo", "dpo.chunk": 96, **PACKED},
+        {"dpo.loss": "ipo", **PACKED},
     ),
     "packed, pp2, stored": (
         2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import epoch_cases
+from crossed import few
 from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist]
@@ -34,30 +36,36 @@ def read(found: list[tuple[int, int, list[str]]], steps: int) -> Counter[str]:
     return Counter(record for records in by_rank.values() for record in records)
 
 
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
+    "one": (1, (), {}),
+    "fsdp2": (2, ("fsdp2",), {}),
+    "pp2": (2, ("pp",), {"parallel.pp": 2}),
+    "cp2": (2, ("cp",), {"parallel.cp": 2}),
+    "cp2 × dp2": (4, ("fsdp2", "cp"), {"parallel.cp": 2}),
+}
+STEPS = {1: 4, 2: 7, 0.5: 2}
+"""By epochs."""
+
+
 @pytest.mark.parametrize(
-    ("world", "plugins", "layout"),
-    [
-        (1, (), {}),
-        (2, ("fsdp2",), {}),
-        (2, ("pp",), {"parallel.pp": 2}),
-        (2, ("cp",), {"parallel.cp": 2}),
-        pytest.param(4, ("fsdp2", "cp"), {"parallel.cp": 2}, marks=pytest.mark.extended),
-    ],
+    ("layout", "epochs"),
+    few(
+        [*itertools.product(LAYOUTS, STEPS)],
+        [*itertools.product(("one", "fsdp2"), STEPS), ("pp2", 2), ("cp2", 2)],
+    ),
 )
-def test_each_record_is_read_once_an_epoch(
-    ranks: Pool, tmp_path: Path, world: int, plugins: tuple[str, ...], layout: dict[str, Any]
-) -> None:
-    config = {**chats(tmp_path), **layout}
-    for epochs, steps in ((1, 4), (2, 7), (0.5, 2)):
-        case = {**config, "train.epochs": epochs}
-        found = ranks.run(epoch_cases.trained, world, folder=str(tmp_path), plugins=plugins, config=case)
-        counts = read(found, steps)
-        if epochs == 0.5:
-            assert set(counts.values()) == {1}
-            assert len(counts) == round(RECORDS / 2)
-        else:
-            assert len(counts) == RECORDS
-            assert set(counts.values()) == {epochs}
+def test_each_record_is_read_once_an_epoch(ranks: Pool, tmp_path: Path, layout: str, epochs: float) -> None:
+    world, plugins, settings = LAYOUTS[layout]
+    config = {**chats(tmp_path), **settings, "train.epochs": epochs}
+    counts = read(
+        ranks.run(epoch_cases.trained, world, folder=str(tmp_path), plugins=plugins, config=config), STEPS[epochs]
+    )
+    if epochs == 0.5:
+        assert set(counts.values()) == {1}
+        assert len(counts) == round(RECORDS / 2)
+    else:
+        assert len(counts) == RECORDS
+        assert set(counts.values()) == {epochs}
 
 
 def test_a_resumed_run_ends_at_the_same_step_on_another_layout(ranks: Pool, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def request(data: Path, plugins: tuple[str, ...], **settings: Any) -> Request:
     return compositions._request(data / "kto.toml", ("kto", "text_feedback", *plugins), {**values, **settings})
 
 
-@pytest.mark.parametrize("case", marked(CASES, ["fsdp2, 2×2", "ddp2"]))
+@pytest.mark.parametrize("case", marked(CASES, ["fsdp2, 2×2", "ddp2", "pp2, stored"]))
 def test_agrees_with_one_process(verify: Verifier, data: Path, case: str) -> None:
     world, plugins, layout = CASES[case]
     layout = dict(layout)

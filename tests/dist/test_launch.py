@@ -62,7 +62,7 @@ def here(folder: Path, *arguments: str, **more: str) -> forge_cli.Ended:
 
 def start(folder: Path, *arguments: str, command: tuple[str, ...] = FORGE, **more: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    popen = warm.Popen if command == FORGE and "--nproc" not in arguments else subprocess.Popen
+    popen = subprocess.Popen if "--nproc" in arguments else warm.Popen
     return popen(
         [*command, "train", *arguments, "--without", "fsdp2"],
         cwd=folder, env=environment(**more), stdout=pipe, stderr=pipe, text=True,
@@ -200,7 +200,7 @@ def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Pa
     file = config(tmp_path, "Slow", **{"train.steps": 400, "slow.seconds": 0.05, "checkpoint.every": 0})
     arguments = (file, "--nproc", "2", "--name", "stopped")
     run = tmp_path / "runs" / "stopped"
-    first = start(tmp_path, *arguments)
+    first = forge_cli.start("train", *arguments, "--without", "fsdp2", preloaded=True, cwd=tmp_path, env=environment())
     wait_for(run, 3)
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=600)

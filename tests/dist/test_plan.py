@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
 EXTENDED = (
     *("one process, pictures, ac", "one process, pictures, experts", "quickstart fsdp2, pictures"),
     *("one process, ac", "one process, bf16, in three", "quickstart fsdp2", "quickstart fsdp2, ac selective", "hsdp"),
-    *("quickstart tp2 × dp2, ac", "tp2 × dp2, moments in 8 and 4 bits"),
+    *("cp2 × dp2, passed on", "quickstart tp2 × dp2, ac", "tp2 × dp2, moments in 8 and 4 bits"),
     *("tp2 × dp2", "tp2 × dp2 bf16, tied", "tp2 × dp2, parameters and moments in bf16", "ddp bf16", "zero1"),
 )
 """CI has the same layout in another precision, or another one with the same option."""

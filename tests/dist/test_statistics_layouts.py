@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.dist]
 
 BASE: dict[str, Any] = {
     "train.global_batch": 12,
-    "train.micro_batch": 1,
+    "train.micro_batch": 2,
     "log.every": 3,
     "decoder.heads": 4,
     "statistics.activations": ["layers.*.attention", "layers.*.feed_forward", "layers.*.attention.q"],

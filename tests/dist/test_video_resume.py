@@ -38,7 +38,7 @@ device = "cpu"
 [train]
 steps = 6
 global_batch = 12
-micro_batch = 1
+micro_batch = 3
 sequence = 64
 evaluate_every = 3
 evaluate_batches = 1
