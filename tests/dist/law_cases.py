@@ -25,7 +25,7 @@ def orders(folder: str) -> list[str]:
     """The composition, as it was written down, for every order in which three plugins can be asked for."""
     found = []
     for number, names in enumerate(itertools.permutations(("fsdp2", "tp", "ac"))):
-        config = {"parallel.tp": 2, "train.micro_batch": 1, "checkpoint.every": 0}
+        config = {"parallel.tp": 2, "checkpoint.every": 0}
         run = run_forge(names, config, steps=1, folder=Path(folder), name=f"order-{number}")
         found.append((run.run / "composition.json").read_text(encoding="utf-8"))
     return found
@@ -35,7 +35,6 @@ def reads(folder: str, name: str, plugins: list[str], **config: Any) -> dict[str
     """What the host read from tensors in six steps that were not logged: `method file` → how often."""
     settings = {
         "log.every": 4,
-        "train.micro_batch": 1,
         **{key.replace("__", "."): value for key, value in config.items()},
     }
     with counting(4) as found:

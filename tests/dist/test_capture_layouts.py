@@ -16,12 +16,13 @@ from forge_train_tools.testing import Pool
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist]
 
+HALVES = {"train.micro_batch": 4}
 LAYOUTS: Mapping[str, tuple[int, list[str], dict[str, Any]]] = {
     "fsdp2": (2, ["fsdp2", "ac"], {"parallel.dp_shard": 2}),
-    "tp2": (2, ["tp"], {"parallel.tp": 2}),
-    "tp2_whole": (2, ["tp"], {"parallel.tp": 2, "tp.sequence_parallel": False, "tp.loss_parallel": False}),
+    "tp2": (2, ["tp"], {"parallel.tp": 2, **HALVES}),
+    "tp2_whole": (2, ["tp"], {"parallel.tp": 2, "tp.sequence_parallel": False, "tp.loss_parallel": False, **HALVES}),
     "pp2": (2, ["pp"], {"parallel.pp": 2}),
-    "cp2": (2, ["cp", "fsdp2"], {"parallel.cp": 2}),
+    "cp2": (2, ["cp", "fsdp2"], {"parallel.cp": 2, **HALVES}),
     "ep2": (2, ["ep", "fsdp2"], {"parallel.dp_shard": 2, "parallel.ep": 2}),
     "tp2cp2": (4, ["tp", "cp", "fsdp2"], {"parallel.tp": 2, "parallel.cp": 2}),
 }

@@ -41,12 +41,13 @@ def p(**axes: int) -> dict[str, int]:
     return {f"parallel.{axis}": size for axis, size in axes.items()}
 
 
+HALVES = {"train.micro_batch": 4}
 TRACED = {"compile.backend": "aot_eager"}
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "ep2": (2, (), p(ep=2)),
-    "tp2 ep2, dp 1": (2, ("tp",), p(tp=2, ep=2)),
-    "tp2, all experts on each rank": (2, ("tp",), p(tp=2)),
-    "etp2": (2, ("tp",), p(tp=2, etp=2)),
+    "tp2 ep2, dp 1": (2, ("tp",), {**p(tp=2, ep=2), **HALVES}),
+    "tp2, all experts on each rank": (2, ("tp",), {**p(tp=2), **HALVES}),
+    "etp2": (2, ("tp",), {**p(tp=2, etp=2), **HALVES}),
     "ep2, compiled": (2, ("compile",), {**p(ep=2), **TRACED}),  # test_compositions.py tries inductor
     "ep2, compiled, one layer": (2, ("compile",), {**p(ep=2), **TRACED, "decoder.layers": 1}),
     "ep2, recompute, traced": (2, ("ac", "compile"), {**p(ep=2), **TRACED}),

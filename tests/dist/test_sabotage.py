@@ -27,7 +27,7 @@ BATCH = {"train.global_batch": 12, "train.micro_batch": 2}
 WARM = {"train.steps": 10_000, "cosine.warmup": 2000}
 """The learning rates of the first steps are next to nothing: what the optimizer does shows at the peak alone."""
 EXPERTS = {"moe.experts": 8, "moe.hidden": 16, "moe.balance": 0, "train.global_batch": 8}
-TP2, EP2 = {"parallel.tp": 2}, {"parallel.ep": 2}
+TP2, EP2 = {"parallel.tp": 2, "train.micro_batch": 6}, {"parallel.ep": 2}
 FSDP, TP, EP = ("fsdp2",), ("tp",), ("moe", "ep")
 
 
@@ -302,7 +302,7 @@ def test_a_metric_that_is_not_added_up_is_found(
 
 
 def test_metrics_that_are_right_agree(verify: Verifier, composition_file: Path) -> None:
-    plugins, settings = ("tp", "statistics", "resources", "metric_cases:Observing"), {**TP2, **BATCH}
+    plugins, settings = ("tp", "statistics", "resources", "metric_cases:Observing"), {**BATCH, **TP2}
     settings |= {"statistics.activations": ["layers.*.attention"], "statistics.attention_logits": True}
     verdict = verify(compositions._request(composition_file, plugins, settings), 2, steps=2)
     assert verdict.agree, verdict

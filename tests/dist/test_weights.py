@@ -23,6 +23,31 @@ def record(number: int, *, weighted: bool = True) -> dict[str, Any]:
     return {"messages": [message for turn in turns for message in turn]}
 
 
+Alone = tuple[dict[str, Any], list[list[float]]]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """The configuration, and the losses and norms of one process, which are not those of messages without weights."""
+    folder = tmp_path_factory.mktemp("weights")
+    file, unweighted = folder / "chats.jsonl", folder / "unweighted.jsonl"
+    for path in (file, unweighted):
+        records = [record(number, weighted=path == file) for number in range(17)]
+        path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    config: dict[str, Any] = {
+        "sft": {"path": str(file), "cache": str(folder / "cache"), "template": "plain", "held_out": 0.0},
+        "train.sequence": 128,
+        "decoder.max_sequence": 128,
+        "train.evaluate_every": 0,
+    }
+    ((*one,),) = ranks.run(weight_cases.trained, 1, plugins=(), config=config, folder=str(folder))
+    ignored = {**config, "sft": {**config["sft"], "path": str(unweighted)}}
+    ((*plain,),) = ranks.run(weight_cases.trained, 1, plugins=(), config=ignored, folder=str(folder))
+    for step, other in zip(one, plain, strict=True):
+        assert all(abs(a / b - 1) > 1e-4 for a, b in zip(step, other, strict=True)), "the weights show"
+    return config, one
+
+
 @pytest.mark.parametrize(
     ("world", "plugins", "layout"),
     [
@@ -35,25 +60,10 @@ def record(number: int, *, weighted: bool = True) -> dict[str, Any]:
     ],
 )
 def test_every_layout_weighs_alike(
-    ranks: Pool, tmp_path: Path, world: int, plugins: tuple[str, ...], layout: dict[str, Any]
+    ranks: Pool, tmp_path: Path, alone: Alone, world: int, plugins: tuple[str, ...], layout: dict[str, Any]
 ) -> None:
-    file, unweighted = tmp_path / "chats.jsonl", tmp_path / "unweighted.jsonl"
-    for path in (file, unweighted):
-        records = [record(number, weighted=path == file) for number in range(17)]
-        path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
-    config: dict[str, Any] = {
-        "sft": {"path": str(file), "cache": str(tmp_path / "cache"), "template": "plain", "held_out": 0.0},
-        "train.sequence": 128,
-        "decoder.max_sequence": 128,
-        "train.evaluate_every": 0,
-    }
-    arguments = {"folder": str(tmp_path)}
-    ((*one,),) = ranks.run(weight_cases.trained, 1, plugins=(), config=config, **arguments)
-    ignored = {**config, "sft": {**config["sft"], "path": str(unweighted)}}
-    ((*plain,),) = ranks.run(weight_cases.trained, 1, plugins=(), config=ignored, **arguments)
-    for step, other in zip(one, plain, strict=True):
-        assert all(abs(a / b - 1) > 1e-4 for a, b in zip(step, other, strict=True)), "the weights show"
-    several = ranks.run(weight_cases.trained, world, plugins=plugins, config={**config, **layout}, **arguments)
-    for found in several:
+    config, one = alone
+    config = {**config, **layout}
+    for found in ranks.run(weight_cases.trained, world, plugins=plugins, config=config, folder=str(tmp_path)):
         for step, expected in zip(found, one, strict=True):
             assert step == pytest.approx(expected, rel=1e-5)
