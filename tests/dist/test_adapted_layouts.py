@@ -47,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", marked(LAYOUTS, ("pp2", "fsdp2 × tp2")))
+@pytest.mark.parametrize("name", marked(LAYOUTS, ("fsdp2 on 3", "pp2", "fsdp2 × tp2")))
 def test_answers_are_those_of_one_process(ranks: Pool, models: Path, name: str) -> None:
     world, plugins, values = LAYOUTS[name]
     adapters = {str(models / "plain"): 0.5, str(models / "stretched"): 1.0, str(models / "whole"): -0.7}

@@ -136,9 +136,10 @@ def test_a_head_that_was_called_in_vain_is_gathered_anew(runs: Reference) -> Non
 
 
 def test_ranks_work_on_data_of_their_own(runs: Reference) -> None:
-    first, second = runs.train(2, (), {})
+    config = {"train.micro_batch": 3}
+    (first, second), (one,) = runs.train(2, (), config), runs.train(1, (), config)
     assert not set(first["batches"]) & set(second["batches"])
-    assert sorted(first["batches"] + second["batches"]) == sorted(runs.one({})["batches"])
+    assert sorted(first["batches"] + second["batches"]) == sorted(one["batches"])
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def evaluated(run: str, out: str, *more: str) -> dict[str, Any]:
     return ended.json
 
 
-@pytest.mark.parametrize("layout", marked(LAYOUTS, ["fsdp2"]))
+@pytest.mark.parametrize("layout", marked(LAYOUTS, ["fsdp2", "pp2"]))
 def test_gives_the_answers_of_one_process(desk: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     monkeypatch.chdir(desk)
     run = "experts" if layout == "ep2" else "dense"

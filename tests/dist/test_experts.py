@@ -67,7 +67,13 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
 }
 """Those of one number of ranks together: they share a process group."""
 EXTENDED = (
-    *("ep2", "ep2, compiled", "ep2, recompute, traced", "tp2, selective recompute, traced"),
+    *(
+        "ep2",
+        "tp2, all experts on each rank",
+        "ep2, compiled",
+        "ep2, recompute, traced",
+        "tp2, selective recompute, traced",
+    ),
     *("ep4, recompute, accumulation", "ep2×dp2", "ep2×tp2", "ep2×tp2, without sequence parallelism"),
     *("ep4 over tp2×dp2", "ep2×etp2", "ep2×etp2, without sequence parallelism", "ep2×dp2, zero1, recompute"),
     *("ep2×replicas2, zero1, three experts for two ranks", "ep2×tp2×dp2"),

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, ["ddp", "zero1"]))
 def test_a_layout_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
     world, plugins, settings = LAYOUTS[layout]
     settings = BATCH | FREEZE | settings

@@ -27,6 +27,7 @@ MODEL = {"decoder.layers": 2, "decoder.tied": True, "moe.experts": 4, "moe.hidde
 PLACES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {
     "one": (1, (), {}),
     "pp2, two parts": (2, ("pp",), {"parallel.pp": 2, "pp.schedule": "zbv"}),
+    "tp2": (2, ("tp",), {"parallel.tp": 2}),
     "tp2 × dp2": (4, ("tp", "fsdp2"), {"parallel.tp": 2}),
     "ep2 × dp2": (4, ("ep", "fsdp2"), {"parallel.ep": 2}),
 }
@@ -54,7 +55,7 @@ def full_tensors(checkpoint: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("place", marked([place for place in PLACES if place != "one"], ["tp2 × dp2"]))
+@pytest.mark.parametrize("place", marked([place for place in PLACES if place != "one"], ["tp2", "tp2 × dp2"]))
 def test_full_tensors_are_what_the_shards_hold(ranks: Pool, tmp_path: Path, place: str) -> None:
     train(ranks, tmp_path / "runs", place, "both", stop_at=1)
     (saved,) = found(tmp_path / "runs" / "run" / "checkpoints")
@@ -89,9 +90,9 @@ def test_goes_on_elsewhere(ranks: Pool, tmp_path: Path, whole: dict[str, Any], b
 
 
 def test_repeats_bit_for_bit_and_changes_the_format(ranks: Pool, tmp_path: Path) -> None:
-    uninterrupted = train(ranks, tmp_path / "uninterrupted", "tp2 × dp2", "sharded")
-    train(ranks, tmp_path / "resumed", "tp2 × dp2", "safetensors", stop_at=2)
-    resumed = train(ranks, tmp_path / "resumed", "tp2 × dp2", "both")
+    uninterrupted = train(ranks, tmp_path / "uninterrupted", "tp2", "sharded")
+    train(ranks, tmp_path / "resumed", "tp2", "safetensors", stop_at=2)
+    resumed = train(ranks, tmp_path / "resumed", "tp2", "both")
     for what in ("losses", "norms", "weights"):
         assert [one[what] for one in resumed] == [one[what] for one in uninterrupted]
     assert resumed_from(resumed) == 3

@@ -117,7 +117,9 @@ def test_windows_of_a_record_meet(desk: Path, monkeypatch: pytest.MonkeyPatch) -
         assert mine == {name: near(value) for name, value in theirs.items()}
 
 
-@pytest.mark.parametrize(("suffix", "layout"), [("parquet", "pp2"), ("safetensors", "fsdp2")])
+@pytest.mark.parametrize(
+    ("suffix", "layout"), few([("parquet", "pp2"), ("safetensors", "fsdp2")], [("parquet", "pp2")])
+)
 def test_other_kinds_of_files_are_the_same_to_the_last_byte(
     desk: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, layout: str
 ) -> None:

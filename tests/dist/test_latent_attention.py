@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-EXTENDED = ("tp2", "cp2 gather", "cp2 ulysses")
+EXTENDED = ("tp2", "tp2, not along the sequence", "cp2 gather", "cp2 ulysses")
 """CI has tp2 with more options, and cp2 with `ring`."""
 
 

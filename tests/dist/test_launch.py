@@ -41,21 +41,14 @@ def config(folder: Path, *plugins: str, **values: Any) -> str:
     return str(file)
 
 
-def forge(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*FORGE, "train", *arguments, "--without", "fsdp2"],
-        cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-
-
 def preloaded(folder: Path, *arguments: str) -> forge_cli.Ended:
-    """As `forge`, from a process that has torch already."""
+    """`forge train` from a process that has torch already; `start` begins one that has not."""
     command = ("train", *arguments, "--without", "fsdp2")
     return forge_cli.forge_process(*command, preloaded=True, cwd=folder, env=environment())
 
 
 def here(folder: Path, *arguments: str, **more: str) -> forge_cli.Ended:
-    """As `forge`, launched by this process: its ranks have processes of their own."""
+    """`forge train`, launched by this process: its ranks have processes of their own."""
     with contextlib.chdir(folder):
         return forge_cli.forge("train", *arguments, "--without", "fsdp2", environment=environment(**more))
 
@@ -85,36 +78,34 @@ def wait_for(run: Path, step: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """An undisturbed run on two processes; its folder is `cwd`."""
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[forge_cli.Ended, Path]:
+    """An undisturbed run on two processes: how the command ended, and the run's folder."""
     folder = tmp_path_factory.mktemp("two")
-    done = forge(folder, config(folder), "--nproc", "2", "--name", "two")
-    done.args = folder / "runs" / "two"
-    return done
+    return preloaded(folder, config(folder), "--nproc", "2", "--name", "two"), folder / "runs" / "two"
 
 
-def test_two_processes_train_as_one_does(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
-    assert two.returncode == 0, two.stderr
-    run = Path(two.args)
+def test_two_processes_train_as_one_does(two: tuple[forge_cli.Ended, Path], tmp_path: Path) -> None:
+    done, run = two
+    assert done.code == 0, done.err
     alone = toys.run(tmp_path, steps=STEPS, config={"checkpoint.every": 2})
     for ours, theirs in zip(numbers(run), alone.numbers, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    assert two.stdout.count(f"step {STEPS}/{STEPS} · loss") == 1, "rank 0 alone is on the screen"
-    assert "forge runs show" in two.stdout
+    assert done.out.count(f"step {STEPS}/{STEPS} · loss") == 1, "rank 0 alone is on the screen"
+    assert "forge runs show" in done.out
     assert (run / "log" / "rank-1.log").exists()
     assert json.loads((run / "outcome.json").read_text())["outcome"] == "done"
     assert json.loads((run / "environment.json").read_text())["launcher"] == "forge"
 
 
-def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
+def test_a_killed_rank_is_survived(two: tuple[forge_cli.Ended, Path], tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "kill", "trouble.at": 5})
     done = preloaded(tmp_path, file, "--nproc", "2", "--max-restarts", "1", "--name", "killed")
     assert done.code == 0, done.err
     assert "Rank 1 was killed by SIGKILL" in done.err
     assert "start again (attempt 1 of 1)" in done.err
     run = tmp_path / "runs" / "killed"
-    assert numbers(run) == numbers(Path(two.args)), "the rest repeats exactly"
+    assert numbers(run) == numbers(two[1]), "the rest repeats exactly"
     events = list(records.read(run / "events.jsonl"))
     (lost,) = [event for event in events if event["event"] == "run_finished" and event["outcome"] == "failed"]
     assert (lost["error"]["rank"], lost["error"]["type"]) == (1, "internal")
@@ -194,7 +185,7 @@ def test_mistakes_that_need_no_process(tmp_path: Path) -> None:
     assert "--nproc 2: this process was started by torchrun as rank 0 of 2 already" in done.err
 
 
-def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
+def test_signals_and_orphans(tmp_path: Path) -> None:
     """Ctrl-C saves and ends with 75; the same command goes on; SIGKILL of the launcher leaves no process, and a lock
     that the next command takes over, on one process this time."""
     file = config(tmp_path, "Slow", **{"train.steps": 400, "slow.seconds": 0.05, "checkpoint.every": 0})

@@ -85,7 +85,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
 }
 EXTENDED = (
     *("one process, pictures, ac", "one process, pictures, experts", "quickstart fsdp2, pictures"),
-    *("one process, ac", "one process, bf16, in three", "quickstart fsdp2", "quickstart fsdp2, ac selective", "hsdp"),
+    *("one process, ac", "one process, bf16, in three", "quickstart fsdp2", "quickstart fsdp2, ac selective"),
+    "hsdp bf16, gathered in float8",
     *("cp2 × dp2, passed on", "quickstart tp2 × dp2, ac", "tp2 × dp2, moments in 8 and 4 bits"),
     *("tp2 × dp2", "tp2 × dp2 bf16, tied", "tp2 × dp2, parameters and moments in bf16", "ddp bf16", "zero1"),
 )

@@ -36,7 +36,7 @@ def alone(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return train(ranks, tmp_path_factory.mktemp("one"), "one", config={"noise.scale": 0.0})[0]
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("layout", marked([name for name in LAYOUTS if name != "one"], ["pp2 × ddp2"]))
 def test_equal_one_process(ranks: Pool, tmp_path: Path, alone: dict[str, Any], layout: str) -> None:
     replies = train(ranks, tmp_path, layout, config={"noise.scale": 0.0})
     first = replies[0]

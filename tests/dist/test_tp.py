@@ -171,7 +171,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], Settings]] = {
                 [True, False],
             )
         ),
-        [(("tp2", "one"), True), (("tp4", "tp2 × dp2"), False)],
+        [(("tp2", "one"), True), (("tp2 × dp2", "tp2"), False)],
     ),
 )
 def test_goes_on_on_another_layout(

@@ -25,16 +25,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _pairs(case: Tuned) -> list[Any]:
-    """Which two values meet: an adapter and a task, an adapter and a way to split weights, a task and a way to split
-    what it computes from. The tests of adapters and of tasks have more of them. Nothing has to meet `compile`, which
-    takes longest, or four processes."""
+    """Which two values meet: an adapter and a task, an adapter and a way to split weights. The tests of adapters and of
+    tasks have them on every layout. Nothing has to meet `compile`, which takes longest, or four processes."""
+    if case.refused:
+        return [case.refused]
     if case.layout in ("compile", "ep2×tp2"):
         return [case.layout] if case.layout == "compile" else []
     found = [case.layout, case.model, (case.adapter, case.task)]
     if case.layout in ("tp2", "fsdp2×2", "ep2"):
         found.append((case.adapter, case.layout))
-    if case.layout in ("tp2", "pp2", "cp2") and case.task != "sft":
-        found.append((case.task, case.layout))
     return found
 
 
