@@ -29,9 +29,12 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    *("torch._dynamo", "torch.distributed.fsdp", "tensorboard.compat.proto.summary_pb2", "pydantic.main"),
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed._tools", "torch.distributed.tensor.debug"),
+    *("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary", "pydantic.dataclasses", "tomlkit"),
     *("forge_train.engine", "forge_train_kit.data.plugin", "forge_train_kit.data.tokenizers.added"),
+    *("forge_train_kit.data.items", "forge_train_kit.data.loader", "forge_train_kit.tracking"),
     *("forge_train_kit.model", "forge_train_kit.optim", "forge_train_cli.app", "forge_train_tools.configuration.setup"),
+    *("forge_train_tools.saver", "forge_train_tools.launching.training"),
     *("forge_train_tools.launching.agent", "forge_train_tools.offline.opening", "forge_train_tools.verification"),
 )
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36

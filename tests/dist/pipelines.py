@@ -22,7 +22,7 @@ SCHEDULES = (
 SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 """Schedules with two halves of a backward pass."""
 MODEL: Mapping[str, Any] = {"decoder.layers": 6, "train.global_batch": 16, "train.micro_batch": 2}
-"""Eight micro-batches on one data rank."""
+"""Eight micro-batches."""
 LAYERS = {2: 3, 3: 6, 4: 6}
 """Of a model, by ranks: with the embedding and the head, five parts and eight."""
 EXPERTS: Mapping[str, Any] = {
@@ -98,6 +98,12 @@ class Piped:
         return compositions._request(file, self._plugins, {**self._model, **settings})
 
     @property
+    def _micro_batches(self) -> int:
+        """Eight, or four for a single data rank where they fill all stages."""
+        most = 2 * self.ranks if self.schedule == "dualpipe_v" else self.ranks
+        return 4 if self.data_ranks == 1 and most <= 4 else 8
+
+    @property
     def _plugins(self) -> list[str]:
         return ["moe"] if "experts" in self.extras else []
 
@@ -105,6 +111,7 @@ class Piped:
     def _model(self) -> dict[str, Any]:
         model = {
             **MODEL,
+            "train.global_batch": 2 * self._micro_batches,
             "decoder.layers": LAYERS[self.ranks],
             "text.isolate": "packed" in self.extras,
             "decoder.tied": "tied" in self.extras,

@@ -84,7 +84,7 @@ def test_split_schedules_agree_where_weights_share_nodes(
         pytest.param("1f1b", {"train.precision": "bf16"}, marks=pytest.mark.extended),
         ("dualpipe_v", {"train.precision": "bf16"}),
         ("zbv", {"pp.cuts": ["layers.0", "layers.2", "norm"]}),
-        ("1f1b", {"train.batch_warmup": "[{ steps = 1, global_batch = 8 }]"}),
+        ("1f1b", {"train.batch_warmup": "[{ steps = 1, global_batch = 4 }]"}),
     ],
     ids=["bf16", "bf16, split", "cuts", "growing batches"],
 )
