@@ -90,7 +90,6 @@ def write_tasks() -> None:
     _write("choices.jsonl", [*choices][:RECORDS])
     _write("prompts.jsonl", [{"prompt": f"{at}: {one[:30]}", "answer": "x"} for at, one in enumerate(lines)][:RECORDS])
     Path("tasks.toml").write_text(TASKS.format(tokens=TOKENS), encoding="utf-8")
-    Path("scored.toml").write_text(TASKS.partition("[likeliest]")[0], encoding="utf-8")
 
 
 def _write(name: str, records: Iterable[Mapping[str, Any]]) -> None:
@@ -128,13 +127,12 @@ def write_model(folder: str, *, experts: bool) -> None:
 
 
 def ask(path: str, out: str, batch: int, layout: str) -> Compared:
-    """Ask everything that a layout can answer, and keep it in a folder."""
+    """Ask everything, and keep it in a folder."""
     plugins, began = LAYOUTS[layout], time.monotonic()
     axis = {f"parallel.{plugins[0]}": 2} if plugins and plugins[0] != "fsdp2" else {}
-    tasks = ["scored.toml"] if "cp" in plugins else ["tasks.toml"]
     evaluate(
         path,
-        tasks,
+        ["tasks.toml"],
         plugins=plugins,
         set={"run.device": "cpu", **axis},
         nproc=2 if plugins else 1,
@@ -213,9 +211,8 @@ def page(table: Mapping[str, Compared]) -> str:
         "",
         "`python benchmarks/evaluating.py`: 500 choices, 250 prompts that are answered by the likeliest tokens and 250",
         "by drawn ones, from a run's checkpoint in batches of 1, 3, 8 and 32, and from its export in batches of 8,",
-        f"against one process. The bound of log-likelihoods is {BOUND:g}, relative; no answer may change. With `cp`,",
-        "no text is generated; lm-eval's model draws other numbers. What tasks cost a run that is trained:",
-        "[evaluating-training.md](evaluating-training.md).",
+        f"against one process. The bound of log-likelihoods is {BOUND:g}, relative; no answer may change. lm-eval's",
+        "model draws other numbers. What tasks cost a run that is trained: [evaluating-training.md](evaluating-training.md).",
         "",
         "| model and layout | largest difference of a log-likelihood | changed likeliest | changed drawn | seconds |",
         "|---|---|---|---|---|",

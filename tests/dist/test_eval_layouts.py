@@ -27,8 +27,6 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 }
 EXACT = ("fsdp2", "pp2")
 """Layouts on which every row is computed as one process computes it."""
-WHOLE = ("fsdp2", "tp2", "pp2", "ep2")
-"""Layouts on which text can be generated."""
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +58,7 @@ def evaluated(run: str, out: str, *more: str) -> dict[str, Any]:
 def test_gives_the_answers_of_one_process(desk: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     monkeypatch.chdir(desk)
     run = "experts" if layout == "ep2" else "dense"
-    tasks = ("--task", "written.toml") if layout in WHOLE else ()
-    found = evaluated(run, layout, "--nproc", "2", *LAYOUTS[layout], *tasks)
+    found = evaluated(run, layout, "--nproc", "2", *LAYOUTS[layout], "--task", "written.toml")
     assert found["world"] == 2
     for task in found["tasks"]:
         mine, theirs = (
@@ -88,11 +85,3 @@ def test_a_failure_on_the_main_process_ends_the_others(desk: Path, monkeypatch: 
     (desk / "boom.toml").write_text(Path("written.toml").read_text() + 'check = "checks.py:boom"\n', encoding="utf-8")
     said = one_message(forge("eval", "runs/dense", "--task", "boom.toml", "--nproc", "2", "-p", "fsdp2"), 2)
     assert "checks.py:boom failed: KeyError: 'gone'" in said
-
-
-def test_text_is_not_generated_from_half_a_sequence(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(desk)
-    words = ("--task", "written.toml", "--samples", "half", "--task", "scored.toml", "--nproc", "2")
-    said = one_message(forge("eval", "runs/dense", *words, *LAYOUTS["cp2"]), 2)
-    assert said == "Generating text needs whole sequences; set parallel.cp = 1."
-    assert not Path("half").exists(), "nothing was computed"

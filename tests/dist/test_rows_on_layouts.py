@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.dist]
 EXPERTS = ("moe.experts=4", "moe.hidden=16", "moe.top_k=2")
 MLA = ("mla.kv_rank=16", "mla.q_rank=24", "mla.rope_dim=4", "decoder.kv_heads=4")
 DELTA = ("delta_net.heads=4", "delta_net.k_heads=2", "delta_net.k_dim=6", "delta_net.chunk=5")
+RINGS = ("parallel.cp=2", "cp.method=ring")
+DELTA_CP = ("delta_net.heads=4", "delta_net.k_heads=4", "delta_net.k_dim=6", "delta_net.chunk=5")
 DYNAMIC = ("decoder.rope.scaling=dynamic", "decoder.rope.factor=4", "decoder.rope.original_sequence=16")
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "fsdp2": (2, ("fsdp2",), (), ()),
@@ -31,9 +33,16 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, ..
     "fsdp2 × tp2": (4, ("fsdp2", "tp"), ("parallel.tp=2",), ()),
     "fsdp2 × pp2": (4, ("fsdp2", "pp"), ("parallel.pp=2",), ()),
     "fsdp2 on 3": (3, ("fsdp2",), ("train.global_batch=6",), ()),
+    "cp2": (2, ("cp", "fsdp2"), ("parallel.cp=2",), ("decoder.window=6",)),
+    "cp2 × tp2, latents": (4, ("mla", "cp", "tp"), ("parallel.cp=2", "parallel.tp=2"), MLA),
+    "cp2 × pp2, recurrences": (4, ("delta_net", "cp", "pp"), ("parallel.cp=2", "parallel.pp=2"), DELTA_CP),
+    "cp2 × ep2, by rings": (2, ("moe", "cp", "ep", "eager", "fsdp2"), ("parallel.ep=2", *RINGS), EXPERTS),
     "fsdp2, row by row": (2, ("fsdp2",), (), DYNAMIC),
 }
-EXTENDED = ("fsdp2", "pp2", "tp2, latents", "ep2, rows brought", "fsdp2 × pp2")
+EXTENDED = (
+    *("fsdp2", "pp2", "tp2, latents", "ep2, rows brought", "fsdp2 × pp2"),
+    *("cp2 × tp2, latents", "cp2 × pp2, recurrences"),
+)
 """CI has fsdp2 on three ranks, and a pipeline of more parts."""
 
 
@@ -54,6 +63,7 @@ ITEMS: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "fsdp2 on 3": (3, ("fsdp2",), ("train.global_batch=6",)),
     "tp2": (2, ("tp",), ("parallel.tp=2",)),
     "pp2": (2, ("pp",), ("parallel.pp=2",)),
+    "cp2": (2, ("cp", "fsdp2"), ("parallel.cp=2",)),
 }
 
 
@@ -93,6 +103,7 @@ DRAFTING: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, .
     "tp2, latents": (2, ("mla", "tp"), ("parallel.tp=2",), MLA),
     "ep2": (2, ("moe", "ep", "fsdp2"), ("parallel.ep=2",), EXPERTS),
     "fsdp2 × tp2": (4, ("fsdp2", "tp"), ("parallel.tp=2",), ()),
+    "cp2": (2, ("cp", "fsdp2"), ("parallel.cp=2",), ()),
 }
 
 

@@ -346,7 +346,7 @@ def test_what_is_told_is_what_was_taken() -> None:
 def test_slices_are_put_in_order() -> None:
     whole = torch.arange(2 * 6 * 3).view(2, 6, 3)
     gathered = torch.cat([part.flatten(0, 1) for part in whole.chunk(2, dim=1)])
-    assert torch.equal(Slices(list, (2,), 1).in_order(gathered, 2), whole.flatten(0, 1))
+    assert torch.equal(Slices(list, lambda: (2,), 1).in_order(gathered, 2), whole.flatten(0, 1))
 
 
 def test_statistics_are_of_training_only() -> None:

@@ -35,6 +35,7 @@ from .slots import PositionMemory, RowMemory, SlotCache, Slots, filled
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, last_visible, neighbours
 from .tiled import LargestLogit, TiledAttention
 from .updates import trained_beside, updated_already, without_updates
+from .whole_rows import rows_are_whole, whole_rows
 
 __all__ = [
     "ITEM_POSITIONS",
@@ -94,10 +95,12 @@ __all__ = [
     "prepare_pooling",
     "record_choices",
     "row_log_probabilities",
+    "rows_are_whole",
     "sum_in_chunks",
     "sum_of_slices",
     "token_log_probabilities",
     "trained_beside",
     "updated_already",
+    "whole_rows",
     "without_updates",
 ]

@@ -15,6 +15,7 @@ from forge_train.contract.batch import TOKENS, Batch
 
 from ..modalities import Grid, Modality, extras_of, paces_of
 from .slots import RowMemory
+from .whole_rows import rows_are_whole
 
 if TYPE_CHECKING:
     from .slots import Slots
@@ -64,7 +65,7 @@ class ItemPositions:
             PluginError: rows are slices.
         """
         found = self._of_rows(extras, position_ids, document_ids)
-        if self._sliced and found is not None:
+        if self._sliced and not rows_are_whole() and found is not None:
             raise PluginError(
                 f"The positions of items depend on whole rows, and this rank has slices of them: {ITEM_POSITIONS!r} "
                 "must be among the extras of its batches, which the model's plugin prepares."

@@ -18,7 +18,7 @@ from forge_train_kit import heads, hookspecs
 from forge_train_kit.model import Slots, filled
 
 from ..offline.logits import continues
-from .forwards import Call, Forwards
+from .forwards import Call, Forwards, replica_of
 from .memory import SideBySide, joint
 from .sampling import likeliest
 
@@ -256,11 +256,11 @@ class Guessing(SideBySide):
 
     def _shared(self, guesses: list[list[int]]) -> list[list[int]]:
         """Those of one rank of each replica, as the ranks that compute a row must agree on its tokens."""
-        dist = self._job.dist
-        if dist.world == dist.data_ranks:
+        number, count = replica_of(self._job)
+        if self._job.dist.world == count:
             return guesses
-        everybody = dist.gather_objects((dist.data_rank, guesses))
-        return next(found for replica, found in everybody if replica == dist.data_rank)
+        everybody = self._job.dist.gather_objects((number, guesses))
+        return next(found for replica, found in everybody if replica == number)
 
     # -- calls ------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from forge_train_kit.data.items import PromptItems, RowItems, padded
 from forge_train_kit.enabled_modalities import enabled_modalities
 
 from .drafting import Drafts, Guessing, chosen
-from .forwards import Call, Forwards
+from .forwards import Call, Forwards, replica_of
 from .memory import Memory, OneByOne, memory_for
 from .packed import packed
 
@@ -62,8 +62,8 @@ _R = TypeVar("_R", bound=Row)
 def run(job: Job, model: Model, rows: Iterator[_R], *, slots: int, drafts: Drafts | None = None) -> Iterator[_R]:
     """Yield rows as they end.
 
-    Every rank must iterate over equal rows, to the end; each is yielded on all of them. Data-parallel ranks share the
-    rows, and keep step: one without work computes what nobody looks at.
+    Every rank must iterate over equal rows, to the end; each is yielded on all of them. Data-parallel ranks, and those
+    of context parallelism, share the rows, and keep step: one without work computes what nobody looks at.
 
     Args:
         job: provides the task and the attention kernel.
@@ -78,7 +78,7 @@ def run(job: Job, model: Model, rows: Iterator[_R], *, slots: int, drafts: Draft
     """
     if slots < 1:
         raise ConfigError(f"Rows are generated at least one at a time, not {slots}.")
-    _check(job, model)
+    _check(model)
     return cast("Iterator[_R]", _Run(job, model, rows, slots, drafts).rows())
 
 
@@ -87,20 +87,18 @@ def follow(job: Job, model: Model, row: _R, drafts: Drafts | None = None) -> Gen
 
     Without drafts it computes the row without others that do not count, which takes less time for a single row.
     """
-    _check(job, model)
+    _check(model)
     return cast("Generator[_R, None, None]", _Run(job, model, iter([row]), 1, drafts, alone=True).rows())
 
 
-def _check(job: Job, model: Model) -> None:
-    if job.dist.layout.cp > 1:
-        raise ConfigError("Generating text needs whole sequences; set parallel.cp = 1.")
+def _check(model: Model) -> None:
     if model.looks_ahead:
         raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
 
 
 @dataclass
 class _Replica:
-    """The rows of one data-parallel rank."""
+    """The rows of one copy of the model: see `replica_of`."""
 
     waiting: list[Row] = field(default_factory=list)
     """They have a place, and begin next."""
@@ -119,14 +117,15 @@ class _Run:
     ) -> None:
         self._job, self._model, self._rows, self._slots, self._alone = job, model, rows, slots, alone
         self._drafts = drafts
-        self._replicas = [_Replica() for _ in range(job.dist.data_ranks)]
-        self._mine = self._replicas[job.dist.data_rank]
+        self._number, count = replica_of(job)
+        self._replicas = [_Replica() for _ in range(count)]
+        self._mine = self._replicas[self._number]
         self._forwards = Forwards(job, model)
         self._modalities = enabled_modalities(job)
         self._memory: Memory | None = None
         self._packed = model.parts if self._forwards.only_reads and not alone else ()
-        ranks = job.dist.gather_objects((job.dist.data_rank, self._forwards.sees_logits))
-        self._leaders = [ranks.index((replica, True)) for replica in range(job.dist.data_ranks)]
+        ranks = job.dist.gather_objects((self._number, self._forwards.sees_logits))
+        self._leaders = [ranks.index((replica, True)) for replica in range(count)]
 
     def rows(self) -> Generator[Row, None, None]:
         with generating(self._model), self._forwards.ready(), packed(self._packed):
@@ -212,7 +211,7 @@ class _Run:
             logits: of each row of this one: those after its newest token, then those after each guess.
             guesses: of these rows, if there are any.
         """
-        mine = asked[self._job.dist.data_rank]
+        mine = asked[self._number]
         guesses = guesses or [()] * len(mine)
         everybody = self._shared(lambda: chosen(mine, _sound(mine, logits, guesses), guesses))
         for replica, rows, choices in zip(self._replicas, asked, everybody, strict=True):

@@ -17,6 +17,7 @@ from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
 from forge_train_kit.activations import Interventions
+from forge_train_kit.model import whole_rows
 
 from ..offline.read_only import ReadOnlyRun
 
@@ -39,6 +40,16 @@ class Call:
     """Extras of a batch, for a model that takes more than text."""
 
 
+def replica_of(job: Job) -> tuple[int, int]:
+    """The number of this rank's copy of the model, and how many there are: each generates other rows.
+
+    Ranks of context parallelism hold all layers too, and are given whole rows.
+    """
+    dist, ranks = job.dist, job.dist.layout.cp
+    mine = dist.mesh("dense", "cp").get_local_rank() if ranks > 1 else 0
+    return dist.data_rank * ranks + mine, dist.data_ranks * ranks
+
+
 class Forwards:
     """Runs the model; gives the logits after the last token of each row on ranks that have the head."""
 
@@ -51,10 +62,10 @@ class Forwards:
         self.only_reads = job.dist.world == 1 and isinstance(job.run, ReadOnlyRun) and not self._interventions
         """True if one process reads a run, and does nothing else with the model."""
         self.mode: Callable[[], AbstractContextManager[Any]] = (
-            torch.inference_mode if self.only_reads else torch.no_grad
+            torch.inference_mode if self.only_reads else _of_whole_rows if job.dist.layout.cp > 1 else torch.no_grad
         )
-        """A block without gradients. Inference mode costs less, but nothing that is made in it can be trained with:
-        gathered weights, for one, and an intervention may compute gradients."""
+        """A block without gradients, of whole rows. Inference mode costs less, but nothing that is made in it can be
+        trained with: gathered weights, for one, and an intervention may compute gradients."""
         self._executor: Executor | None = None
         self._found: Tensor | None = None
         self._call = Call(torch.empty(0))
@@ -115,6 +126,12 @@ class Forwards:
             return args, keywords if caches is None else {**keywords, "cache": caches[number]}
 
         return give
+
+
+@contextmanager
+def _of_whole_rows() -> Iterator[None]:
+    with torch.no_grad(), whole_rows():
+        yield
 
 
 @dataclass

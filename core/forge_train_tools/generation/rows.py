@@ -122,8 +122,6 @@ def check(job: Job, model: Model) -> None:
     Raises:
         ConfigError: explaining why not.
     """
-    if job.dist.layout.cp > 1:
-        raise ConfigError("Generating text needs whole sequences; set parallel.cp = 1.")
     if not job.hooks.provider("tokenizer"):
         raise ConfigError("Generating text needs a tokenizer, but no enabled plugin provides one.")
     if (given := job.hooks.gives("head")) != "token_logits":

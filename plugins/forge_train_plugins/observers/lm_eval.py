@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class LMEval(Plugin):
     """Asks the questions of tasks, those of lm-evaluation-harness among them, when the run evaluates.
 
-    The numbers are those of `forge eval --task` on a checkpoint of that step, on every layout; only tasks in which the
-    model writes need `parallel.cp = 1`. The run itself stays bit for bit the same.
+    The numbers are those of `forge eval --task` on a checkpoint of that step, on every layout. The run itself stays bit
+    for bit the same.
     """
 
     api = (1, 0)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forge_train_kit.model import rows_are_whole
+
 if TYPE_CHECKING:
     from forge_train import Job
 
@@ -21,27 +23,33 @@ class Slices:
 
     Args:
         groups: returns the groups of ranks over which its tokens are spread, from outer to inner.
-        sizes: of these groups.
+        sizes: returns the sizes of these groups.
         copies: number of ranks with the same tokens, each of which computes a part of the output's sum.
     """
 
     groups: Callable[[], list[Any]]
-    sizes: tuple[int, ...]
+    sizes: Callable[[], tuple[int, ...]]
     copies: int
 
     @classmethod
     def of(cls, job: Job) -> Slices:
-        """Context parallelism spreads tokens, and so does tensor parallelism unless experts are split."""
+        """Context parallelism spreads tokens, unless rows are whole, and tensor parallelism unless experts are split."""
         layout, dist = job.dist.layout, job.dist
         whole = layout.etp == 1
-        axes = [axis for axis, spreads in (("cp", True), ("tp", whole)) if spreads and getattr(layout, axis) > 1]
-        sizes = tuple(getattr(layout, axis) for axis in axes)
-        return cls(lambda: [dist.mesh("dense", axis).get_group() for axis in axes], sizes, 1 if whole else layout.tp)
+
+        def axes() -> list[str]:
+            spread = ("cp", not rows_are_whole()), ("tp", whole)
+            return [axis for axis, spreads in spread if spreads and getattr(layout, axis) > 1]
+
+        def groups() -> list[Any]:
+            return [dist.mesh("dense", axis).get_group() for axis in axes()]
+
+        return cls(groups, lambda: tuple(getattr(layout, axis) for axis in axes()), 1 if whole else layout.tp)
 
     @property
     def count(self) -> int:
         """Number of slices of a micro-batch."""
-        return torch.Size(self.sizes).numel()
+        return torch.Size(self.sizes()).numel()
 
     @property
     def summed(self) -> bool:

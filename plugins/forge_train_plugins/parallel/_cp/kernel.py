@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forge_train import ConfigError
 from forge_train_kit.layers import AttentionKernel, AttentionOptions
-from forge_train_kit.model import PerBatch, is_imagined
+from forge_train_kit.model import PerBatch, is_imagined, rows_are_whole
 
 from .cut import Cut, Span, cut_of, gathered_starts, head_tail
 from .moving import GatherSequence, Group, HeadsForSequence, Move, SequenceForHeads, all_gather, moves
@@ -131,11 +131,13 @@ class ContextKernel:
 
     @torch.compiler.disable(reason="what lies where depends on a batch's documents")  # type: ignore[untyped-decorator,no-untyped-call]
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Any:
-        """Of a slice of queries, keys and values. Not compiled.
+        """Of a slice of queries, keys and values, or of whole rows in `whole_rows`. Not compiled.
 
         Raises:
             ConfigError: for what can't be computed on slices: queries at other positions than keys, as with a cache.
         """
+        if rows_are_whole():
+            return self.kernel(query, key, value, options)
         if query.shape[1] != key.shape[1] or options.offset:
             raise ConfigError("parallel.cp: attention was asked for queries at other positions than its keys.")
         given = options.document_ids, query.shape[1], query.device, options.prefix_ends

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from forge_train_kit.layers import Recurrence
+from forge_train_kit.model import rows_are_whole
 
 from .kernel import Ranks
 from .moving import HeadsForSequence, SequenceForHeads
@@ -26,7 +27,9 @@ class ContextRecurrence:
 
     @torch.compiler.disable(reason="what lies where depends on a batch's documents")  # type: ignore[untyped-decorator,no-untyped-call]
     def __call__(self, *inputs: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Of slices, a slice. Not compiled."""
+        """Of slices, a slice; of whole rows, whole rows. Not compiled."""
+        if rows_are_whole():
+            return self.recurrence(*inputs, document_ids=document_ids)
         group = self.ranks.heads
         sequences = self.ranks.sequences(document_ids, inputs[0].shape[1], inputs[0].device)
         how = sequences.of_heads
