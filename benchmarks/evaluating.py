@@ -90,6 +90,7 @@ def write_tasks() -> None:
     _write("choices.jsonl", [*choices][:RECORDS])
     _write("prompts.jsonl", [{"prompt": f"{at}: {one[:30]}", "answer": "x"} for at, one in enumerate(lines)][:RECORDS])
     Path("tasks.toml").write_text(TASKS.format(tokens=TOKENS), encoding="utf-8")
+    Path("scored.toml").write_text(TASKS.partition("[likeliest]")[0], encoding="utf-8")
 
 
 def _write(name: str, records: Iterable[Mapping[str, Any]]) -> None:
@@ -212,7 +213,8 @@ def page(table: Mapping[str, Compared]) -> str:
         "`python benchmarks/evaluating.py`: 500 choices, 250 prompts that are answered by the likeliest tokens and 250",
         "by drawn ones, from a run's checkpoint in batches of 1, 3, 8 and 32, and from its export in batches of 8,",
         f"against one process. The bound of log-likelihoods is {BOUND:g}, relative; no answer may change. lm-eval's",
-        "model draws other numbers. What tasks cost a run that is trained: [evaluating-training.md](evaluating-training.md).",
+        "model draws other numbers. What tasks cost a run that is trained:",
+        "[evaluating-training.md](evaluating-training.md).",
         "",
         "| model and layout | largest difference of a log-likelihood | changed likeliest | changed drawn | seconds |",
         "|---|---|---|---|---|",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,9 +209,10 @@ def _cut(found: Generated) -> str:
 
 def _show(prompt: str, completion: Completion) -> None:
     """Print the text as it arrives. On a terminal, control characters are made visible: a model may write any."""
-    terminal = sys.stdout.isatty()
+    terminal, pieces = sys.stdout.isatty(), iter(completion)
+    first = next(pieces, "")  # mistakes of plugins in the model come with it: nothing stands before their message
     click.echo(click.style(prompt, dim=True) if terminal else prompt, nl=False)
-    for piece in completion:
+    for piece in chain([first], pieces):
         click.echo(screen.visible(piece) if terminal else piece, nl=False)
         sys.stdout.flush()
     click.echo()

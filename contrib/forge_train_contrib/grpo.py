@@ -150,9 +150,10 @@ class GRPO(ReferencePlugin):
                 )
         if train.batch_warmup:
             yield Problem("train.batch_warmup", "must be 0 with grpo: a rollout serves steps of one size.")
-        for axis in ("cp", "pp"):
-            if getattr(config.parallel, axis) > 1:
-                yield Problem(f"parallel.{axis}", "must be 1 with grpo: answers are scored as a whole, on one rank.")
+        for key in (key for key in ("kl", "reward_model") if config.parallel.pp > 1 and getattr(mine, key)):
+            yield Problem(
+                f"grpo.{key}", "needs a second model, which a pipeline can't run beside the first; set parallel.pp = 1."
+            )
         if mine.top_k == 1:
             yield Problem("grpo.top_k", "must be 0 or at least 2: a group drawn from one token has equal answers.")
         if mine.overlong > mine.tokens:

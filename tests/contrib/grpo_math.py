@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_train import MASKED, Batch
 from forge_train.contract.batch import TOKENS
-from forge_train_contrib._grpo.loader import ADVANTAGE, DRAWN, STALE
+from forge_train_contrib._grpo.loader import ADVANTAGE, DRAWN, STALE, with_rows
 from forge_train_contrib._grpo.rule import Rule
 from forge_train_contrib._grpo.task import Answers
 from forge_train_contrib.grpo import GRPO
@@ -46,7 +46,7 @@ def case(stale: tuple[bool, ...] = (False, True, False, True)) -> tuple[nn.Modul
     inputs, labels = (torch.randint(0, KNOWN, (4, 10)) for _ in range(2))
     for row, length in enumerate(LENGTHS):
         labels[row, :3] = labels[row, 3 + length :] = MASKED
-    batch = Batch(inputs, labels).with_targets(
+    batch = with_rows(Batch(inputs, labels)).with_targets(
         {ADVANTAGE: torch.tensor([1.2, -0.7, 0.4, 2.0]).double(), STALE: torch.tensor(stale)}
     )
     drawn = -1 - 6 * torch.rand(4, 10)  # so that ratios are clipped on both sides

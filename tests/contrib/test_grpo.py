@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"plugins": ["fsdp2"], "config": {"parallel.dp_shard": 2}},
     "ddp": {"plugins": ["ddp"], "config": {"parallel.dp_replicate": 2}},
     "tp": {"plugins": ["tp"], "config": {"parallel.tp": 2}},
+    "cp": {"plugins": ["cp", "fsdp2"], "config": {"parallel.cp": 2}},
+    "pp": {"plugins": ["pp"], "config": {"parallel.pp": 2, "grpo.kl": 0.0}},
 }
 ALL: dict[str, Any] = {
     "grpo.stale": 1,
@@ -79,32 +83,39 @@ def base(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Pool, base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("alone")
-    config = {**ALL, "train.init_from": base}
-    return dict(ranks.run("grpo_cases:trained", 1, folder=str(folder), config=config, steps=5)[0])
+def alone(ranks: Pool, base: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], dict[str, Any]]:
+    """What one process learns with a weight of the divergence."""
+
+    @cache
+    def of(kl: float) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("alone")
+        config = {**ALL, "train.init_from": base, "grpo.kl": kl}
+        return dict(ranks.run("grpo_cases:trained", 1, folder=str(folder), config=config, steps=5)[0])
+
+    return of
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", marked(LAYOUTS, ["tp"]))  # which judges fresh answers below
 def test_two_ranks_equal_one_process(
-    ranks: Pool, tmp_path: Path, base: str, alone: dict[str, Any], layout: str
+    ranks: Pool, tmp_path: Path, base: str, alone: Callable[[float], dict[str, Any]], layout: str
 ) -> None:
     """The same answers, rewards and losses."""
     more = LAYOUTS[layout]
     config = {**ALL, **more["config"], "train.init_from": base}
+    whole = alone(config["grpo.kl"])
     both = ranks.run("grpo_cases:trained", 2, folder=str(tmp_path), plugins=more["plugins"], config=config, steps=5)
     for one in both:
-        assert one["tokens"] == alone["tokens"]
-        assert one["advantage"] == pytest.approx(alone["advantage"], rel=1e-6)
+        assert one["tokens"] == whole["tokens"]
+        assert one["advantage"] == pytest.approx(whole["advantage"], rel=1e-6)
     exact = ("grpo.reward", "grpo.reward_std", "grpo.no_signal", "grpo.answer_tokens", "grpo.truncated")
-    for mine, theirs in zip(both[0]["numbers"], alone["numbers"], strict=True):
+    for mine, theirs in zip(both[0]["numbers"], whole["numbers"], strict=True):
         assert {name for name in mine if name.startswith("grpo.")} == {n for n in theirs if n.startswith("grpo.")}
         assert {name: mine[name] for name in exact if name in mine} == {n: theirs[n] for n in exact if n in theirs}
-        for name in ("loss", "grad_norm", "grpo.kl", "grpo.entropy"):
+        for name in mine.keys() & {"loss", "grad_norm", "grpo.kl", "grpo.entropy"}:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
-    for mine, theirs in zip(both[0]["evaluations"], alone["evaluations"], strict=True):
+    for mine, theirs in zip(both[0]["evaluations"], whole["evaluations"], strict=True):
         assert mine["metrics"]["grpo.reward"] == theirs["metrics"]["grpo.reward"]
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
 
@@ -211,14 +222,15 @@ def test_bad_input_is_told_in_a_sentence(run_forge: RunForge, tmp_path: Path, na
     assert "\n" not in str(found.value).strip()
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp"])
-@pytest.mark.parametrize("kl", [0.0, 0.1])
-def test_layouts_that_cut_an_answer_are_refused_before_anything_starts(tmp_path: Path, axis: str, kl: float) -> None:
-    values = grpo_cases.settings(
-        tmp_path, **{f"parallel.{axis}": 2, "grpo.kl": kl, "train.init_from": "a", "train.steps": 1}
-    )
-    request = Request(plugins=("grpo", axis), set=tuple(f"{key}={value}" for key, value in values.items()))
-    with pytest.raises(ConfigError, match=rf"parallel.{axis}: must be 1 with grpo: answers are scored") as found:
+@pytest.mark.parametrize("asked", [{"grpo.kl": 0.1}, {"grpo.reward_model": "judge", "grpo.reward": "exact"}])
+def test_a_second_model_beside_a_pipeline_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge").mkdir()
+    values = grpo_cases.settings(tmp_path, **{"parallel.pp": 2, "train.init_from": "a", "train.steps": 1, **asked})
+    request = Request(plugins=("grpo", "pp"), set=tuple(f"{key}={value}" for key, value in values.items()))
+    with pytest.raises(ConfigError, match=rf"{next(iter(asked))}: needs a second model, which a pipeline") as found:
         resolve(request, world=2)
     assert "\n" not in str(found.value).strip()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_train import MASKED
 from forge_train.contract.batch import TOKENS
-from forge_train_contrib._grpo.loader import ADVANTAGE, DRAWN, STALE
+from forge_train_contrib._grpo.loader import ADVANTAGE, DRAWN, STALE, with_rows
 from forge_train_contrib._grpo.rollouts import EPSILON, advantages, penalty
 from forge_train_contrib._grpo.rule import Answer, Rule
 from forge_train_kit.metrics import Mean
@@ -81,6 +81,7 @@ def test_the_metrics_are_those_of_the_tokens() -> None:
 def test_a_row_that_does_not_count_gives_nothing() -> None:
     part, hidden, batch = case()
     batch.labels[1] = MASKED
+    batch = with_rows(batch)
     for variant in ("grpo", "dr_grpo", "dapo"):
         task = task_of(variant=variant, stale=1)
         (gradient,) = torch.autograd.grad(task.loss(part, hidden, batch), hidden)

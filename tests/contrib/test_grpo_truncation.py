@@ -11,7 +11,7 @@ from forge_train import MASKED, Batch
 from forge_train.contract.batch import Axes
 from forge_train_contrib._grpo.loader import DRAWABLE
 from forge_train_contrib._grpo.rule import Answer, Drawable, Rule
-from forge_train_contrib._grpo.task import log_probabilities, places_of, ratios
+from forge_train_contrib._grpo.task import log_probabilities, ratios
 from forge_train_tools.generation.sampling import Distribution
 from grpo_math import DIM, KNOWN, by_hand, case, filled, task_of
 
@@ -88,7 +88,7 @@ def test_a_drawn_token_is_learned_with_the_probability_that_it_was_drawn_with(
         entries += [[place, one] for one in known.ids.tolist() if cut]
     kept = torch.tensor(entries) if cut else None
     found = Drawable(kept, 12, KNOWN, inputs if penalised else None) if truncation else None
-    now, every = log_probabilities(rule, head(hidden), labels, places_of(labels), found)
+    now, every = log_probabilities(rule, head(hidden), labels, torch.arange(12).view(2, 6), found)
     torch.testing.assert_close(now.float(), drawn, rtol=0, atol=2e-6)
     torch.testing.assert_close(every.exp().sum(-1), torch.ones(12))
     fresh = torch.zeros(2, 6, dtype=torch.bool)

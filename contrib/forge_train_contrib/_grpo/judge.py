@@ -10,7 +10,7 @@ import torch
 from forge_train import Job
 from forge_train.base.errors import ForgeError
 from forge_train_kit import hookspecs
-from forge_train_kit.model import full_tensor
+from forge_train_kit.model import full_tensor, whole_rows
 
 from .prompts import Prompt, Prompts
 
@@ -66,7 +66,8 @@ class Judge:
         padding = places >= sizes[:, None]  # a document of its own, which a model that looks ahead must not see
         numbers = torch.where(padding, places - sizes[:, None], places)
         model, device = self._job.models[JUDGE], self._job.device
-        hidden = model(inputs.to(device), document_ids=padding.long().to(device), position_ids=numbers.to(device))
+        with whole_rows():
+            hidden = model(inputs.to(device), document_ids=padding.long().to(device), position_ids=numbers.to(device))
         rewards = full_tensor(model.parts[-1].get_submodule("head")(hidden)).float().cpu()
         return [float(one) for one in rewards[torch.arange(len(rows)), sizes - 1, 0]]
 

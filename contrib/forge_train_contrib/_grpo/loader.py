@@ -19,6 +19,10 @@ ADVANTAGE, STALE, DRAWN, DRAWABLE = "grpo.advantage", "grpo.stale", "grpo.drawn"
 bool; the log-probability of each label when it was drawn, `[batch, sequence]` fp32; and, where a distribution was
 truncated, the ids that could be drawn for labels: `[ids, 2]` int64, the label's place in the flattened batch and an
 id."""
+INPUTS, PLACES, FIRST, LENGTH = "grpo.inputs", "grpo.places", "grpo.first", "grpo.length"
+"""Targets that know whole rows where a rank has slices of them: the inputs, `[batch, sequence of a whole row]`; the
+number of each label in the flattened batch, `[batch, sequence]` int64; whether it is the first of its answer, likewise
+bool; and the number of labels of each answer, `[batch]` int64."""
 
 
 class AnswerLoader:
@@ -61,7 +65,7 @@ class AnswerLoader:
         learned = (place >= found.first[rows, None]) & (place < found.stop[rows, None])
         labels = tokens[:, 1:].where(learned, MASKED)
         stale = (rows >= self._step) & (self._side == "train")
-        made = Batch(tokens[:, :-1].clone(), labels)
+        made = with_rows(Batch(tokens[:, :-1].clone(), labels))
         made = made.with_targets({ADVANTAGE: found.advantage[rows], STALE: stale})
         made = made.with_targets({DRAWN: found.drawn[rows, 1:]}, axes=TOKENS)
         if not len(found.drawable):
@@ -89,3 +93,13 @@ class AnswerLoader:
 
     def skip(self, sequences: int) -> None:
         self._position += sequences
+
+
+def with_rows(batch: Batch) -> Batch:
+    """The batch with targets of its whole rows."""
+    learned = batch.labels != MASKED
+    places = torch.arange(learned.numel()).view(learned.shape)
+    first = learned & (learned.cumsum(1) == 1)
+    return batch.with_targets({INPUTS: batch.inputs, LENGTH: learned.sum(1)}).with_targets(
+        {PLACES: places, FIRST: first}, axes=TOKENS
+    )

@@ -117,4 +117,4 @@ class Reward:
 
 
 def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.40}"
+    return "nothing" if value is None else f"{type(value).__name__} {value!r:.40}"

@@ -17,7 +17,7 @@ from forge_train_kit.model import is_imagined, sum_in_chunks, without_updates
 from forge_train_kit.model.chunks import chosen
 from forge_train_kit.reference.plugin import REFERENCE
 
-from .loader import ADVANTAGE, DRAWABLE, DRAWN, STALE
+from .loader import ADVANTAGE, DRAWABLE, DRAWN, FIRST, INPUTS, LENGTH, PLACES, STALE
 from .rule import Drawable, Rule
 
 KL = 3
@@ -44,20 +44,19 @@ class Answers:
     _rule: Rule | None = field(default=None, init=False)
 
     def weight(self, batch: Batch) -> int:
-        learned = batch.labels != MASKED
-        return int(learned.sum() if self.config.variant == "dapo" else learned.any(1).sum())
+        return int((batch.labels != MASKED if self.config.variant == "dapo" else batch.targets[FIRST]).sum())
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         labels, targets, config = batch.labels, batch.targets, self.config
         learned = labels != MASKED
         share = learned.double()
         if config.variant == "grpo":
-            share = share / learned.sum(1, keepdim=True).clamp(min=1)
+            share = share / targets[LENGTH][:, None].clamp(min=1)
         elif config.variant == "dr_grpo":
             share = share / config.tokens
         drawable = self._drawable(batch)
         of_rows = [targets[name][:, None].expand(labels.shape) for name in (ADVANTAGE, STALE)]
-        along = [places_of(labels), *of_rows, targets[DRAWN], share]
+        along = [targets[PLACES], *of_rows, targets[DRAWN], share]
         reference = self._reference(part, batch, drawable)
         if reference is not None:
             along.append(reference)
@@ -68,7 +67,7 @@ class Answers:
         if metrics is not None:
             self._observe(metrics, seen)
         if self.own_reference and not self.moved and not is_imagined(seen):
-            self.moved = bool(seen[KL])
+            self.moved = bool(seen[KL]) or not bool(seen[0])  # a rank may have slices without an answer
         return total
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
@@ -93,10 +92,10 @@ class Answers:
                 metrics[name].update(value / count.clamp(min=1), weights=count)
 
     def _drawable(self, batch: Batch) -> Drawable | None:
-        entries, inputs = batch.targets.get(DRAWABLE), batch.inputs if self.rule.penalises else None
-        if entries is None and inputs is None:
+        entries, inputs = batch.targets.get(DRAWABLE), batch.targets[INPUTS]
+        if entries is None and not self.rule.penalises:
             return None
-        return Drawable(entries, batch.labels.numel(), self.rule.vocabulary, inputs)
+        return Drawable(entries, inputs.numel(), self.rule.vocabulary, inputs if self.rule.penalises else None)
 
     @torch.no_grad()
     def _reference(self, part: nn.Module, batch: Batch, drawable: Drawable | None) -> Tensor | None:
@@ -107,21 +106,17 @@ class Answers:
         if self.own_reference:
             with without_updates(part):
                 hidden = part(batch.inputs, **batch.model_inputs())
-                return self._scores(part.get_submodule("head"), hidden, batch.labels, drawable)
+                return self._scores(part.get_submodule("head"), hidden, batch, drawable)
         model = self.job.models[REFERENCE]
         hidden = model(batch.inputs, **batch.model_inputs())
-        return self._scores(model.parts[-1].get_submodule("head"), hidden, batch.labels, drawable)
+        return self._scores(model.parts[-1].get_submodule("head"), hidden, batch, drawable)
 
-    def _scores(self, head: nn.Module, hidden: Tensor, labels: Tensor, drawable: Drawable | None) -> Tensor:
+    def _scores(self, head: nn.Module, hidden: Tensor, batch: Batch, drawable: Drawable | None) -> Tensor:
+        labels, places = batch.labels, batch.targets[PLACES]
         length = max(1, (self.config.chunk or chosen(labels.numel(), head)) // len(labels))
-        pieces = zip(*(torch.split(one, length, 1) for one in (hidden, labels, places_of(labels))), strict=True)
+        pieces = zip(*(torch.split(one, length, 1) for one in (hidden, labels, places)), strict=True)
         found = (log_probabilities(self.rule, head(one), its, at, drawable) for one, its, at in pieces)
         return torch.cat([each for each, _ in found], 1)
-
-
-def places_of(labels: Tensor) -> Tensor:
-    """The number of each label in the flattened batch, of the same shape."""
-    return torch.arange(labels.numel(), device=labels.device).view(labels.shape)
 
 
 def log_probabilities(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_whole = False  # a plain global: torch.compile guards it, and can't trace a ContextVar (torch 2.13)
+_whole = [False]  # a list, which torch.compile guards
 
 
 @contextmanager
@@ -14,14 +14,13 @@ def whole_rows() -> Iterator[None]:
 
     Generated text needs it: a single token can't be cut into slices.
     """
-    global _whole
-    before, _whole = _whole, True
+    before, _whole[0] = _whole[0], True
     try:
         yield
     finally:
-        _whole = before
+        _whole[0] = before
 
 
 def rows_are_whole() -> bool:
     """True inside of `whole_rows`. Modules that put slices together ask this."""
-    return _whole
+    return _whole[0]

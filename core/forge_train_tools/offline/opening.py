@@ -30,6 +30,7 @@ from forge_train_kit.stored import load_weights
 
 from ..configuration.request import Request, added_axes, lay
 from ..configuration.setup import resolve
+from .asked_plugins import check_asked
 from .hf_request import starting_from
 from .of_packages import answering_others, of_gone_packages
 from .read_only import ReadOnlyRun
@@ -100,12 +101,6 @@ class Wanted:
 
 
 _NOTHING = Wanted(environment="")
-_TRAINING = {
-    *("on_start", "on_gradients", "on_step", "on_log", "on_checkpoint", "on_end", "around", "metrics", "evaluators"),
-    *("optimizer", "lr_schedule", "loss_scale", "check_config", "build_data", "data_stages", "initial_weights"),
-    "checkpoint_copies",
-}
-"""Hooks that matter to a run, and not to a model that is only asked."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +149,8 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None) -> Source:
         path = foreign.resolve(path)
         saved = checkpoint.read_state(path)
         source = Source(path, setup_of(path, saved, world=world, wanted=wanted, measured=False), saved)
-    for name in () if more.data else map(plugin_name, more.plugins):
-        if (one := source.setup.hooks.enabled.get(name)) is not None and implemented(one.cls) <= _TRAINING:
-            raise ConfigError(f"--plugins: {name} takes part in training alone, and has no effect here; leave it out.")
+    if not more.data:
+        check_asked(source.setup, more.plugins)
     return source
 
 

@@ -33,7 +33,7 @@ class Slices:
 
     @classmethod
     def of(cls, job: Job) -> Slices:
-        """Context parallelism spreads tokens, unless rows are whole, and tensor parallelism unless experts are split."""
+        """Context parallelism spreads tokens unless rows are whole, and tensor parallelism unless experts are split."""
         layout, dist = job.dist.layout, job.dist
         whole = layout.etp == 1
 
