@@ -313,12 +313,16 @@ class TestBadInput:
             (("--prompt", "a", "--template", "plain"), "--template: no prompt is a chat"),
             (("--prompt", "a", "-p", "tp", "-s", "parallel.tp=2"), "= 2, but there is 1 process"),
             (("--prompt", "a", "-p", "ema"), "--plugins: ema takes part in training alone, and has no effect here"),
+            (("--prompt", "a", "-p", "steer"), "steer.add: is empty, and so is steer.zero_heads"),
+            (("--prompt", "a", "-p", "steer", "-s", "steer.zero_heads=['9.0']"), "9.0: the model's layers are"),
             (("--prompt", "a", "--prompt", "b" * 64), "Prompt 2: has 64 tokens, and the model reads 64 at once"),
             (("--prompt", "b" * 70, "--samples", "2"), "The prompt: has 70 tokens"),
         ],
     )
     def test_prompts(self, more: Sequence[str], message: str) -> None:
-        assert message in one_message(forge("generate", "runs/first", *more), 2)
+        ended = forge("generate", "runs/first", *more)
+        assert message in one_message(ended, 2)
+        assert not ended.out, "the prompt is shown with the first piece of its answer"
 
     def test_what_is_cut_is_said(self, tmp_path: Path) -> None:
         prompts = ["y" * 40 + "z" * 40, "ab", "c" * 63]

@@ -31,6 +31,8 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, ..
     "pp2": (2, ("pp",), ("parallel.pp=2",), ()),
     "pp2, interleaved": (2, ("delta_net", "pp"), ("parallel.pp=2", "pp.schedule=interleaved_1f1b"), DELTA),
     "fsdp2 × tp2": (4, ("fsdp2", "tp"), ("parallel.tp=2",), ()),
+    "pp2 × tp2": (4, ("pp", "tp"), ("parallel.pp=2", "parallel.tp=2"), ()),
+    "pp2 × tp2, row by row": (4, ("pp", "tp"), ("parallel.pp=2", "parallel.tp=2"), DYNAMIC),
     "fsdp2 × pp2": (4, ("fsdp2", "pp"), ("parallel.pp=2",), ()),
     "fsdp2 on 3": (3, ("fsdp2",), ("train.global_batch=6",), ()),
     "cp2": (2, ("cp", "fsdp2"), ("parallel.cp=2",), ("decoder.window=6",)),
@@ -41,7 +43,7 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, ..
 }
 EXTENDED = (
     *("fsdp2", "pp2", "tp2, latents", "ep2, rows brought", "fsdp2 × pp2"),
-    *("cp2 × tp2, latents", "cp2 × pp2, recurrences"),
+    *("cp2 × tp2, latents", "cp2 × pp2, recurrences", "pp2 × tp2, row by row"),
 )
 """CI has fsdp2 on three ranks, and a pipeline of more parts."""
 
@@ -104,6 +106,9 @@ DRAFTING: Mapping[str, tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, .
     "ep2": (2, ("moe", "ep", "fsdp2"), ("parallel.ep=2",), EXPERTS),
     "fsdp2 × tp2": (4, ("fsdp2", "tp"), ("parallel.tp=2",), ()),
     "cp2": (2, ("cp", "fsdp2"), ("parallel.cp=2",), ()),
+    "pp2": (2, ("pp",), ("parallel.pp=2",), ()),
+    "fsdp2 × pp2, interleaved": (4, ("fsdp2", "pp"), ("parallel.pp=2", "pp.schedule=interleaved_1f1b"), ()),
+    "pp2 × tp2, tied": (4, ("pp", "tp"), ("parallel.pp=2", "parallel.tp=2"), ("decoder.tied=true",)),
 }
 
 
@@ -130,10 +135,20 @@ def test_drafts_change_no_row_and_are_those_of_one_process(ranks: Pool, name: st
     assert {tuple(ids) for _, mine, _ in everybody for ids, _ in mine} == known.keys()
 
 
-def test_the_parts_of_a_pipeline_do_not_draft(ranks: Pool) -> None:
-    values = ("parallel.pp=2",)
-    with pytest.raises(Exception, match=r"Drafts need the whole model in one stage; set parallel\.pp = 1"):
-        ranks.run("rows_cases:drafted", 2, plugins=("mtp", "pp"), values=values, slots=1, count=1, drafts=1)
+@pytest.mark.parametrize(
+    ("plugins", "values", "drafts", "says"),
+    [
+        (("mtp",), (), 2, "2 drafts were requested; the model's modules can draft at most 1"),
+        ((), (), 1, "These weights come without modules that predict further tokens"),
+        (("mtp", "delta_net"), DELTA_CP, 1, "This model can't undo wrong drafts"),
+    ],
+)
+def test_a_pipeline_refuses_drafts_on_all_ranks(
+    ranks: Pool, plugins: tuple[str, ...], values: tuple[str, ...], drafts: int, says: str
+) -> None:
+    values = ("parallel.pp=2", *values)
+    with pytest.raises(Exception, match=says):
+        ranks.run("rows_cases:drafted", 2, plugins=("pp", *plugins), values=values, slots=1, count=1, drafts=drafts)
 
 
 def test_a_rank_without_a_row_keeps_step(ranks: Pool) -> None:

@@ -48,25 +48,33 @@ class Drafts:
 
 
 def check(job: Job, model: Model, drafts: int) -> None:
-    """Check that a model can draft this many tokens at once.
+    """Check that a model can draft this many tokens at once; every rank of a pipeline calls this.
 
     Raises:
-        ConfigError: explaining why not.
+        ConfigError: explaining why not, on all ranks.
     """
-    if job.dist.layout.pp > 1:
-        raise ConfigError("Drafts need the whole model in one stage; set parallel.pp = 1, or leave drafts out.")
-    part: Any = model.parts[0]
-    own = getattr(part, "tail", None)
-    if not isinstance(own, heads.Drafting):
-        raise ConfigError("These weights come without modules that predict further tokens; leave drafts out.")
-    if drafts > own.depths:
-        raise ConfigError(f"{drafts} drafts were requested; the model's modules can draft at most {own.depths} tokens.")
+    part, lacks = drafting_part(model), ""
     try:
-        if not continues(job) or not hasattr(part, "new_slots"):
+        if not continues(job) or not all(hasattr(one, "new_slots") for one in model.parts):
             raise TypeError("the attention kernel can't continue from a cache, or the model has none")
-        _caches(part, _slots(job, drafts, 1, 1))
+        _caches(model, part, _slots(job, drafts, 1, 1))
     except TypeError as error:
-        raise ConfigError(f"This model can't undo wrong drafts: {error}. Leave drafts out.") from error
+        lacks = str(error)
+    except IndexError:
+        pass  # more drafts than modules
+    everybody = job.dist.gather_objects((0 if part is None else part.tail.depths, lacks))
+    depths = max(one for one, _ in everybody)
+    if not depths:
+        raise ConfigError("These weights come without modules that predict further tokens; leave drafts out.")
+    if drafts > depths:
+        raise ConfigError(f"{drafts} drafts were requested; the model's modules can draft at most {depths} tokens.")
+    if lacks := next((one for _, one in everybody if one), ""):
+        raise ConfigError(f"This model can't undo wrong drafts: {lacks}. Leave drafts out.")
+
+
+def drafting_part(model: Model) -> Any:
+    """The part with the modules that draft; None on a rank of a pipeline that has another."""
+    return next((one for one in model.parts if isinstance(getattr(one, "tail", None), heads.Drafting)), None)
 
 
 def _slots(job: Job, drafts: int, places: int, capacity: int) -> list[Slots]:
@@ -75,9 +83,11 @@ def _slots(job: Job, drafts: int, places: int, capacity: int) -> list[Slots]:
     return [Slots(places, capacity, job.device, joint=joint(job), extra=one) for one in extra]
 
 
-def _caches(part: Any, slots: Sequence[Slots]) -> list[Any]:
-    tail: heads.Drafting = part.tail
-    return [part.new_slots(slots[0]), *(tail.new_slots(depth, one) for depth, one in enumerate(slots[1:]))]
+def _caches(model: Model, part: Any, slots: Sequence[Slots]) -> tuple[dict[int, Any], list[Any]]:
+    """Those of this rank's parts by number, and those of the modules, if it has them."""
+    parts: Sequence[Any] = model.parts
+    own = {number: one.new_slots(slots[0]) for number, one in enumerate(parts)}
+    return own, [] if part is None else [part.tail.new_slots(depth, one) for depth, one in enumerate(slots[1:])]
 
 
 def chosen(
@@ -143,11 +153,10 @@ class Guessing(SideBySide):
             places: most rows side by side.
             capacity: length of the longest row so far.
         """
-        self._job, self._part, self._forwards, self._drafts = job, model.parts[0], forwards, drafts
-        self._tail: heads.Drafting = self._part.tail  # type: ignore[assignment]
+        self._job, self._part, self._forwards, self._drafts = job, drafting_part(model), forwards, drafts
         slots = _slots(job, drafts, places, capacity)
-        own, *self._deep = _caches(self._part, slots)
-        super().__init__(slots[0], {0: own})
+        own, self._deep = _caches(model, self._part, slots)
+        super().__init__(slots[0], own)
         self._deep_slots, self._known = slots[1:], list[_Row]()
         self._vocabulary = hookspecs.tokenizer(job).vocabulary
         self._blank = torch.empty(0)
@@ -164,7 +173,7 @@ class Guessing(SideBySide):
         return call
 
     def advance(self, rows: Sequence[Sequence[int]], most: int) -> list[Call]:
-        self.guesses = self._shared(self._guessed(rows))
+        self.guesses = self._shared(None if self._part is None else self._guessed(rows))
         if not rows:
             return [super().idle()]
         counts = [1 + len(some) for some in self.guesses]
@@ -176,6 +185,8 @@ class Guessing(SideBySide):
 
     def end(self, place: int, last: int) -> None:
         super().end(place, last)
+        if self._part is None:
+            return
         for slots in self._deep_slots:
             slots.end(place, last)
         self._known[place] = self._known[last]
@@ -254,19 +265,20 @@ class Guessing(SideBySide):
                 row.given[depth + 1] = torch.cat((row.given[depth + 1], new))
             row.given[depth] = row.given[depth][max(end - depth, 0) - start : upto - start]
 
-    def _shared(self, guesses: list[list[int]]) -> list[list[int]]:
+    def _shared(self, guesses: list[list[int]] | None) -> list[list[int]]:
         """Those of one rank of each replica, as the ranks that compute a row must agree on its tokens."""
         number, count = replica_of(self._job)
-        if self._job.dist.world == count:
-            return guesses
-        everybody = self._job.dist.gather_objects((number, guesses))
-        return next(found for replica, found in everybody if replica == number)
+        everybody = [(number, guesses)]
+        if self._job.dist.world > count:
+            everybody = self._job.dist.gather_objects((number, guesses))
+        return next(found for replica, found in everybody if replica == number and found is not None)
 
     # -- calls ------------------------------------------------------------------------------------
 
     def _draft(self, depth: int, hidden: Tensor, ids: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         with self._forwards.mode():
-            return self._tail.draft(depth, hidden, ids, positions, cache)
+            found: tuple[Tensor, Tensor] = self._part.tail.draft(depth, hidden, ids, positions, cache)
+            return found
 
     def _draft_nothing(self, depth: int) -> Tensor:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self._job.device)

@@ -35,7 +35,7 @@ class Call:
     rows: int = 1
     """Rows that count."""
     then: Callable[[Tensor], None] | None = None
-    """Is given the hidden states, where the model is in one part."""
+    """Is given the hidden states, where the head is."""
     items: Mapping[str, Tensor] = field(default_factory=dict)
     """Extras of a batch, for a model that takes more than text."""
 
@@ -117,6 +117,8 @@ class Forwards:
     def look(self, part: nn.Module, hidden: Tensor) -> None:
         """Take the logits that the executor has come to."""
         self._found = self.logits(part, hidden, self._call.rows)
+        if self._call.then is not None:
+            self._call.then(hidden)
 
     def _giving(self, number: int) -> Callable[..., Any]:
         """A hook that gives a part its cache: a pipeline's executor passes on tensors only."""

@@ -94,7 +94,8 @@ class SideBySide:
         return [Call(ids, positions, self._caches, len(rows))]
 
     def idle(self) -> Call:
-        return Call(_tensor([[0]], self._slots.device))
+        zero = _tensor([[0]], self._slots.device)
+        return Call(zero, zero)
 
     def end(self, place: int, last: int) -> None:
         self._slots.end(place, last)
@@ -113,24 +114,26 @@ class OneByOne:
             made = {at: new_cache(part, length) for at, part in enumerate(self._model.parts)}
             caches = None if any(one is None for one in made.values()) else made
         self._caches[place:] = [caches]
-        return self._call(ids, caches)
+        return self._call(ids, 0, caches)
 
     def advance(self, rows: Sequence[Sequence[int]], most: int) -> list[Call]:
-        calls = [
-            self._call(ids if caches is None else ids[-1:], caches)
-            for ids, caches in zip(rows, self._caches, strict=True)
-        ]
+        pairs = zip(rows, self._caches, strict=True)
+        calls = [self._call(ids, 0 if caches is None else len(ids) - 1, caches) for ids, caches in pairs]
         return calls + [self.idle()] * (most - len(calls))
 
     def idle(self) -> Call:
-        return self._call([0], None)
+        return self._call([0], 0, None)
 
     def end(self, place: int, last: int) -> None:
         self._caches[place] = self._caches[last]
         del self._caches[last]
 
-    def _call(self, ids: Sequence[int], caches: dict[int, Any] | None) -> Call:
-        return Call(_tensor([ids], self._job.device), None, caches)
+    def _call(self, ids: Sequence[int], start: int, caches: dict[int, Any] | None) -> Call:
+        """A forward of the tokens from a place on. Parts of a pipeline that see no ids learn the length by positions."""
+        device, positions = self._job.device, None
+        if self._job.dist.layout.pp > 1:
+            positions = torch.arange(start, len(ids), device=device)[None]
+        return Call(_tensor([ids[start:]], device), positions, caches)
 
 
 def _tensor(ids: Any, device: torch.device) -> Tensor:

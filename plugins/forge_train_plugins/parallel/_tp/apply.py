@@ -46,7 +46,7 @@ def apply(
     """
     entries = plan.read(part, mesh.size(), owner)
     region = Region(mesh, Group.of(mesh), sequence_parallel, loss_parallel)
-    part.register_forward_pre_hook(partial(_enter, region))
+    part.register_forward_pre_hook(partial(_enter, region), with_kwargs=True)
     if sequence_parallel and hasattr(part, "hidden_shape"):
         Specialisation(partial(_pieces, mesh.size()))(part)
     made: dict[int, nn.Parameter] = {}
@@ -70,9 +70,9 @@ def apply(
     )
 
 
-def _enter(region: Region, _: nn.Module, args: tuple[Any, ...]) -> None:
+def _enter(region: Region, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if args:
-        region.enter(args[0])
+        region.enter(args[0], kwargs.get("position_ids"))
 
 
 def _pieces(ranks: int, own: Any) -> Mapping[str, Any]:

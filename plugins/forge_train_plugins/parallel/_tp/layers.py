@@ -36,10 +36,16 @@ class Region:
     length: int = 0
     """Tokens per sequence of the forward at hand."""
 
-    def enter(self, x: Tensor) -> None:
-        """A forward of the part begins, with token ids, or with hidden states that another part has split."""
+    def enter(self, x: Tensor, positions: Tensor | None = None) -> None:
+        """A forward of the part begins, with token ids, or with hidden states that another part has split.
+
+        Without positions, split sequences count as long as the pieces: the last one must not be padded.
+        """
         split = self.sequence_parallel and x.is_floating_point()
-        self.length = x.shape[1] * (self.group.size if split else 1)
+        if split and positions is not None:
+            self.length = positions.shape[1]
+        else:
+            self.length = x.shape[1] * (self.group.size if split else 1)
 
     def gather(self, x: Tensor) -> Tensor:
         """Whole sequences for a block whose gradient each rank has a part of."""
