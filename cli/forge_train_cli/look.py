@@ -110,13 +110,15 @@ def _check(files: tuple[Path, ...], *, as_json: bool) -> None:
     """Check the files before anything is computed.
 
     Raises:
-        ConfigError: for no file, another ending, or a file that is somebody else's.
+        ConfigError: for no file, another ending, no folder, or a file that is somebody else's.
     """
     if not (files or as_json):
         raise ConfigError("--out: name a file to write, such as look.html, or ask for --json.")
     for file in files:
         if file.suffix not in (PAGE, NUMBERS):
             raise ConfigError(f"--out {file}: expected a file that ends with {PAGE} or {NUMBERS}.")
+        if not file.parent.is_dir():
+            raise ConfigError(f"--out {file}: there is no folder {file.parent}; make it first.")
         if file.suffix == PAGE:
             screen.check_own(file, lambda begins: screen.GENERATOR.encode() in begins, "a page written by forge")
         elif file.exists():
@@ -127,8 +129,4 @@ def _write_numbers(file: Path, found: Looked) -> None:
     from safetensors.torch import save
 
     about = {"checkpoint": found.checkpoint, "states": dumps(found.states), "texts": dumps(found.texts)}
-    numbers = save({name: one.contiguous() for name, one in found.tensors().items()}, about)
-    try:
-        file.write_bytes(numbers)
-    except OSError as error:
-        raise ConfigError(f"{file}: can't be written: {error.strerror or error}.") from error
+    screen.write(file, save({name: one.contiguous() for name, one in found.tensors().items()}, about))

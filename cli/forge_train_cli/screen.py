@@ -6,12 +6,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from forge_train.base.errors import ConfigError
+from forge_train.base.files import FULL, refused
 from forge_train.base.strict_json import dumps
 
 if TYPE_CHECKING:
@@ -242,13 +244,26 @@ def page(context: click.Context, option: click.Parameter, value: str | None) -> 
     return value
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file that the user requested.
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file that the user requested, so that it is there whole or as it was.
 
     Raises:
-        ConfigError: if it can't be written.
+        DiskError: the disk is full.
+        ConfigError: it can't be written for another reason, such as a folder that is not there.
     """
+    data = content.encode() if isinstance(content, str) else content
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a device, or a pipe
+            path.write_bytes(data)
+            return
+        part = path.resolve().with_name(f".{path.name}.partial")
+        try:
+            part.write_bytes(data)
+            part.replace(path.resolve())
+        finally:
+            with suppress(OSError):
+                part.unlink()
     except OSError as error:
+        if error.errno in FULL:
+            raise refused(path, error) from error
         raise ConfigError(f"{path}: can't be written: {error.strerror or error}.") from error

@@ -19,6 +19,7 @@ import pytest
 
 import chat_model
 import forge_cli
+import full_disk
 from forge_cli import Ended, forge, one_message
 from forge_train_kit.data.chats import conversation
 from forge_train_tools import generate
@@ -147,6 +148,13 @@ def test_mistakes_do_not_end_the_chat(hf: Path, chat: Typed) -> None:
     ):
         assert wanted in error
     assert Path("mine").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_no_half_of_a_chat(chat: Typed) -> None:
+    with full_disk.full_for("chat.jsonl"):
+        ended = chat("say 3\n/save chat.jsonl\n", *COLD)
+    assert "chat.jsonl: can't be written: No space left on device" in ended.err
+    assert not Path("chat.jsonl").exists(), "and can be saved under that name once there is room"
 
 
 def test_help_lists_the_commands(chat: Typed) -> None:

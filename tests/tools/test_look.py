@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import re
 import zlib
@@ -134,6 +135,7 @@ def test_page_numbers_and_json(run: Path, tmp_path: Path) -> None:
         (("--text", "x" * 200, "--json"), "--text: has 200 tokens, and the model reads 64 at once"),
         (("--text", "x"), "--out: name a file to write, such as look.html, or ask for --json"),
         (("--text", "x", "--out", "look.png"), "look.png: expected a file that ends with .html or .safetensors"),
+        (("--text", "x", "--out", "gone/look.html"), "--out gone/look.html: there is no folder gone; make it first"),
         (("--text", "x", "--json", "--heads", "0.4"), "--heads: 0.4: the heads of layer 0 are 0 to 3"),
         (("--text", "x", "--json", "--heads", "2.0"), "--heads: 2.0: the model's layers are 0 to 1"),
         (("--text", "x", "--json", "--heads", "first"), "--heads: expected L.H"),
@@ -148,6 +150,25 @@ def test_somebody_elses_file_stays(run: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine", encoding="utf-8")
         one_message(forge("debug", "look", run, "--text", "x", "--out", tmp_path / name), 2)
         assert (tmp_path / name).read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("name", ["look.html", "look.safetensors"])
+def test_what_a_full_disk_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The page of before, and no half of a file."""
+    file, write = tmp_path / name, Path.write_bytes
+    asked = ("debug", "look", run, "--text", "x", "--out", file)
+    before = b""
+    if name.endswith("html"):
+        forge(*asked)
+        before = file.read_bytes()
+
+    def full(self: Path, data: bytes) -> int:
+        write(self, data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert f"{file}: can't be written: No space left on device" in one_message(forge(*asked), 1)
+    assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == ({name: before} if before else {})
 
 
 def test_a_steered_look(run: Path) -> None:

@@ -112,11 +112,16 @@ class Chat:
         if not self._turns:
             raise ConfigError("There is nothing to save yet.")
         try:
-            with file.open("x", encoding="utf-8") as out:
-                out.write(f"{dumps({'messages': self.messages, **self._fields()})}\n")
+            out = file.open("x", encoding="utf-8")
         except FileExistsError as error:
             raise ConfigError(f"{file} exists; name a new file.") from error
         except OSError as error:
+            raise ConfigError(f"{file}: can't be written: {error.strerror or error}.") from error
+        try:
+            with out:
+                out.write(f"{dumps({'messages': self.messages, **self._fields()})}\n")
+        except OSError as error:
+            file.unlink(missing_ok=True)  # so that the same command can be tried again
             raise ConfigError(f"{file}: can't be written: {error.strerror or error}.") from error
 
     def answer(self, text: str) -> Generator[str, None, None]:

@@ -129,7 +129,7 @@ class OneByOne:
         del self._caches[last]
 
     def _call(self, ids: Sequence[int], start: int, caches: dict[int, Any] | None) -> Call:
-        """A forward of the tokens from a place on. Parts of a pipeline that see no ids learn the length by positions."""
+        """A forward of the tokens from a place on. Parts of a pipeline without ids know its length by positions."""
         device, positions = self._job.device, None
         if self._job.dist.layout.pp > 1:
             positions = torch.arange(start, len(ids), device=device)[None]
