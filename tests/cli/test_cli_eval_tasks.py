@@ -16,8 +16,10 @@ import torch
 
 import eval_tasks
 import forge_cli
+import full_disk
 from forge_cli import forge, one_message
 from forge_train.mesh.distributed import DistributedContext
+from forge_train_kit.format import format_number
 from forge_train_tools.evaluation.asking import Asked
 from forge_train_tools.evaluation.local_tasks import pass_at
 from forge_train_tools.evaluation.paired import compare
@@ -52,6 +54,15 @@ def run(*more: object, path: object = "hf", task: object = "tasks.toml") -> dict
 
 def refusal(*more: object, path: object = "hf", code: int = 2) -> str:
     return one_message(forge("eval", path, *more, environment=CPU), code)
+
+
+def test_a_full_disk_does_not_lose_the_numbers(tmp_path: Path) -> None:
+    with full_disk.full_for(".json"):
+        said = refusal("--task", "tasks.toml", "--samples", tmp_path / "kept", code=1)
+    first, numbers = next(iter(run()["tasks"].items()))
+    name, metric = next(iter(numbers["metrics"].items()))
+    assert f"{tmp_path / 'kept'}: can't be written: No space left on device" in said
+    assert f"Computed and not written: {first} {name} {format_number(metric['value'])}" in said
 
 
 def samples(folder: Path, task: str) -> list[dict[str, Any]]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
 from forge_train.base.errors import ConfigError
-from forge_train.base.files import check_new, disk_errors, write_whole
+from forge_train.base.files import DiskError, check_new, disk_errors, write_whole
 from forge_train.base.strict_json import dumps
 from forge_train.compose.compose import compose
 from forge_train.run.run import is_run
-from forge_train_kit.format import format_plural
+from forge_train_kit.format import format_number, format_plural
 from forge_train_kit.starting import load_extra
 
 from ..inference.infer import Inference
@@ -200,7 +201,7 @@ def _lead(asked: Evaluation, prepared_tasks: Prepared, told: Told, answering: As
 def _kept(asked: Evaluation, one: TaskResult, samples: Sequence[Sample]) -> TaskResult:
     """Write a task's samples and its result where they are wanted, once they are there."""
     if asked.samples is not None:
-        with disk_errors(asked.samples):
+        with _numbers_stay(asked.samples, [one]):
             results.write(asked.samples, one)
             lines = (f"{dumps({'record': at, **sample})}\n" for at, sample in enumerate(samples))
             write_whole(asked.samples / results.file_name(one.name, "jsonl"), "".join(lines))
@@ -212,10 +213,27 @@ def _record(checkpoint: Path, found: Sequence[TaskResult]) -> str:
     if not is_run(run := run_folder(checkpoint)):
         return ""
     folder = run / results.FOLDER / checkpoint.name
-    with disk_errors(folder):
+    with _numbers_stay(folder, found):
         for one in found:
             results.write(folder, one)
     return str(folder)
+
+
+@contextmanager
+def _numbers_stay(folder: Path, found: Sequence[TaskResult]) -> Iterator[None]:
+    """A block that writes results to a folder.
+
+    Raises:
+        DiskError: the disk refuses; with the numbers, which may have taken hours.
+    """
+    try:
+        with disk_errors(folder):
+            yield
+    except DiskError as error:
+        numbers = (
+            f"{one.name} {name} {format_number(value.value)}" for one in found for name, value in one.metrics.items()
+        )
+        raise DiskError(f"{error}\nComputed and not written: {', '.join(numbers)}.") from error
 
 
 def _file(task: str) -> Path:
