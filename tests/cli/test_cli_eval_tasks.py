@@ -203,6 +203,7 @@ def test_other_mistakes(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("x")
     assert "is a file" in refusal("--task", "tasks.toml", "--samples", tmp_path / "kept")
     assert "has no results of tasks" in refusal("--task", "tasks.toml", "--against", tmp_path)
+    assert "gone: there is no such run, checkpoint" in refusal("--task", "tasks.toml", "--against", "gone")
     assert "two tasks are named 'modules'" in refusal("--task", "tasks.toml", "--task", "tasks.toml")
     (tmp_path / "plain.jsonl").write_text('{"body": "x"}\n')
     assert "its fields are 'body'" in refusal("--task", tmp_path / "plain.jsonl")

@@ -137,6 +137,8 @@ def read(path: Path) -> dict[str, TaskResult]:
     Raises:
         ConfigError: there are none, or a file is damaged.
     """
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such run, checkpoint or folder of results.")
     folder = path
     if is_run(path):
         folder = max((one for one in (path / FOLDER).glob("step-*") if one.is_dir()), default=path)
