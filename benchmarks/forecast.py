@@ -151,7 +151,7 @@ def against_here(rounds: int) -> None:
 `python benchmarks/forecast.py live {rounds}`: {torch_here}.
 
 For each model, `forge bench collectives` measures this machine, `forge plan --search` ranks all layouts of two ranks,
-and the best of them and {live.COUNT - 1} others, spread evenly over the ranking, take {rounds} steps in turn, beside
+and the best of them and {live.COUNT - 1} others, spread evenly over the ranking, take {rounds} steps each, beside
 one that is not counted. Seconds are the least of these; CPU seconds are those of both ranks, halved. No constant of the
 forecast is fitted to a step.
 

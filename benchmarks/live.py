@@ -72,38 +72,35 @@ def timed(model: str, file: Path, rounds: int) -> tuple[int, list[Timed]]:
     """
     ranked = search(request(model), world=WORLD, cluster=cluster(str(file))).ranked
     some = [ranked[round(at * (len(ranked) - 1) / (COUNT - 1))] for at in range(COUNT)]
-    requests = [chosen(request(model), one.candidate) for one in some]
-    layouts = [{"plugins": one.plugins, "without": one.without, "set": one.set} for one in requests]
-    took = launch_once("live:worker", {"layouts": layouts, "rounds": rounds}, WORLD)["found"]
-    return len(ranked), [Timed(str(one.candidate), one.speed.step, *two) for one, two in zip(some, took, strict=True)]
+    made = []
+    for one in some:
+        asked = chosen(request(model), one.candidate)
+        layout = {"plugins": asked.plugins, "without": asked.without, "set": asked.set}
+        took = launch_once("live:worker", {"layout": layout, "rounds": rounds}, WORLD)
+        made.append(Timed(str(one.candidate), one.speed.step, took["wall"], took["cpu"]))
+    return len(ranked), made
 
 
-def worker(layouts: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> Mapping[str, Any]:
-    """Take a step of every layout in turn, so that other load on the machine meets all alike."""
+def worker(layout: Mapping[str, Sequence[str]], rounds: int) -> Mapping[str, Any]:
+    """Take steps in processes of their own: threads of the process groups of other layouts take time, too."""
+    setup = resolve(Request("quickstart", **{key: tuple(some) for key, some in layout.items()}), world=WORLD)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        outer = stack.enter_context(DistributedContext.join(Layout(dp_shard=WORLD), "cpu", meet=meet))
-        steppers = []
-        for layout in layouts:
-            setup = resolve(Request("quickstart", **{key: tuple(some) for key, some in layout.items()}), world=WORLD)
-            own = stack.enter_context(DistributedContext.join(Layout.of(setup.config.parallel, WORLD), "cpu"))
-            job = Job.of(setup.config, setup.hooks, Run(folder), own)
-            prepare_process(job)
-            steppers.append((assemble(job), Progress()))
-        wall: list[list[float]] = [[] for _ in layouts]
-        busy: list[list[float]] = [[] for _ in layouts]
+        layout_here = Layout.of(setup.config.parallel, WORLD)
+        own = stack.enter_context(DistributedContext.join(layout_here, "cpu", meet=meet))
+        job = Job.of(setup.config, setup.hooks, Run(folder), own)
+        prepare_process(job)
+        stepper, progress = assemble(job), Progress()
+        wall, busy = [], []
         for _ in range(rounds + 1):
-            for at, (stepper, progress) in enumerate(steppers):
-                outer.barrier()
-                began, cpu = time.perf_counter(), time.process_time()
-                stepper.run(progress)
-                spent = time.process_time() - cpu
-                outer.barrier()
-                wall[at].append(max(outer.gather_objects(time.perf_counter() - began)))
-                busy[at].append(sum(outer.gather_objects(spent)) / WORLD)
-        # the first step allocates
-        found = [(min(wall[at][1:]), min(busy[at][1:])) for at in range(len(layouts))]
-    return {"code": 0, "found": found}
+            own.barrier()
+            began, cpu = time.perf_counter(), time.process_time()
+            stepper.run(progress)
+            spent = time.process_time() - cpu
+            own.barrier()
+            wall.append(max(own.gather_objects(time.perf_counter() - began)))
+            busy.append(sum(own.gather_objects(spent)) / WORLD)
+    return {"code": 0, "wall": min(wall[1:]), "cpu": min(busy[1:])}  # the first step allocates
 
 
 def kendall(ones: Sequence[float], others: Sequence[float]) -> float:

@@ -129,7 +129,7 @@ class ClusterFile:
             "memory": "physical memory of a node over its ranks" if found["device"].startswith("CPU") else "the driver",
             "bandwidth": f"{when}: a copy, read and written, on all ranks at once",
             "efficiency": f"{when}: matrix products of {model} and of their gradients in {precision} over the peak",
-            "launch": f"{when}: kernels of 16 numbers and their gradients, one after the other",
+            "launch": f"{when}: the kernels of a small layer, forward and backward",
             "hides": "a processor has no other to work beside it"
             if not found["hides"]
             else "kernels run beside the host",

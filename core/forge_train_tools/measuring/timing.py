@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
@@ -19,6 +19,7 @@ from forge_train.mesh.world import World
 from ..health import stopwatch
 from ..launching.meeting import meet
 from ..planning.clusters import KINDS
+from ..planning.work import Work
 from .fitting import Sample
 
 SMALLEST = 4 << 10
@@ -37,8 +38,8 @@ ROUNDS = 8
 """Products, with or without a collective, that are timed at once."""
 SHORTEST = 1e-6
 """Seconds of a collective that costs nothing beside the product."""
-CHAIN = 32
-"""Kernels in a row that measure what one takes beside its work."""
+LAYERS = 8
+"""How many times as often a small layer is timed, which takes less than a millisecond."""
 COLLECTIVES = torch.ops._c10d_functional
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Shape = tuple[int, int, int]
@@ -161,16 +162,20 @@ def product(context: DistributedContext, shape: Shape, dtype: torch.dtype, repea
 
 
 def _launch(context: DistributedContext, repeat: int) -> float:
-    """Seconds of a kernel that has next to nothing to do, with its share of autograd."""
-    one = torch.ones(16, device=context.device, requires_grad=True)
+    """Seconds of a kernel that has next to nothing to do, with its share of modules and autograd: those of a small
+    layer."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).to(context.device)
+    inputs, count = torch.ones(1, 4, 16, device=context.device), [0]
 
-    def chain() -> None:
-        last = one
-        for _ in range(CHAIN):
-            last = last * one
-        torch.autograd.grad(last.sum(), one)
+    def step() -> None:
+        layer(inputs).sum().backward()
 
-    return _shortest(context, chain, repeat) / (4 * CHAIN)  # a product, its two gradients, and their sum
+    def tell(*kernel: object) -> None:
+        count[0] += 1
+
+    with Work(tell):
+        step()
+    return _shortest(context, step, LAYERS * repeat) / count[0]
 
 
 def _copy(context: DistributedContext, repeat: int) -> float:

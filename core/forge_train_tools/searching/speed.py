@@ -79,7 +79,7 @@ def speed(
     moving, launching = between / cluster.bandwidth, kernels * cluster.launch
     moving = max(moving, launching - compute) if cluster.hides else moving + launching
     busy = compute + moving + blocking
-    idle = busy * (schedule.stretch - 1) if schedule else 0.0
+    idle = busy * max(schedule.stretch - 1, 0.0) if schedule else 0.0
     exposed = max(hidden - compute - moving, 0.0) if cluster.hides else hidden
     update = 2 * (memory.parameters + memory.optimizer) / cluster.bandwidth
     step = busy + idle + exposed + update
