@@ -39,7 +39,7 @@ ROUNDS = 8
 SHORTEST = 1e-6
 """Seconds of a collective that costs nothing beside the product."""
 LAYERS = 8
-"""How many times as often a small layer is timed, which takes less than a millisecond."""
+"""Times as often as others is a small layer timed, which takes less than a millisecond."""
 COLLECTIVES = torch.ops._c10d_functional
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Shape = tuple[int, int, int]
