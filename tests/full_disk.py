@@ -20,6 +20,9 @@ class _Full:
     def write(self, data: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def writelines(self, lines: Any) -> None:
+        self.write(lines)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
