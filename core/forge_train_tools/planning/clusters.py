@@ -172,7 +172,9 @@ def cluster(name: str) -> Cluster:
 def _read(file: Path) -> Cluster:
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{file}: the cluster file can't be read: {error.strerror or error}.") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file}: the cluster file can't be read: {describe(error)}.") from error
     if holes := list(_holes(data)):
         raise ConfigError(f"{file}: {', '.join(holes)} {'is' if len(holes) == 1 else 'are'} missing.")
