@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from forge_train import ForgeError
+from forge_train.config.sections import Precision
 from forge_train.mesh.layout import Layout
 from forge_train.mesh.world import World
 from forge_train_tools.planning import meshes
@@ -22,7 +23,7 @@ from forge_train_tools.planning.communication import Collective, Collectives, Na
 from forge_train_tools.planning.imagined import ImaginedContext, imagined
 from forge_train_tools.planning.ledger import Ledger
 from forge_train_tools.planning.on_cuda import kernels_of_cuda
-from forge_train_tools.planning.roofline import DEVICES, Kernel, roofline
+from forge_train_tools.planning.roofline import DEVICES, Kernel, Roofline, roofline
 from forge_train_tools.planning.traffic import Traffic
 from forge_train_tools.planning.watch import AnyDtype
 from forge_train_tools.planning.work import Work
@@ -284,10 +285,10 @@ def test_the_roofline_is_bound_by_what_takes_longest() -> None:
     between = Kernel(0.0, int(device.bandwidth * 5e-3), fusible=True)
     kernels = Counter({product: 2, update: 3, between: 1})
 
-    def made(sent: list[Traffic], precision: str = "bf16", peak: int | None = 10**9) -> object:
+    def made(sent: list[Traffic], precision: Precision = "bf16", peak: int | None = 10**9) -> Roofline:
         return roofline(
             device,
-            precision,  # type: ignore[arg-type]
+            precision,
             kernels,
             sent,
             tokens=1000,
@@ -315,12 +316,12 @@ def test_the_roofline_is_bound_by_what_takes_longest() -> None:
         "memory_bytes": 80e9,
     }
     slow = made([inside, Traffic("all_gather", "dp_shard", 2, 1, device.across * 9e-3, per_node=1)])
-    assert (slow.bound, slow.step) == ("communication", pytest.approx(1e-2))  # type: ignore[attr-defined]
+    assert (slow.bound, slow.step) == ("communication", pytest.approx(1e-2))
     wide = made([Traffic("all_gather", "dp_shard", 16, 1, device.across * 8e-3, per_node=8)])
-    assert wide.communication == pytest.approx(1e-3)  # type: ignore[attr-defined]  # eight rings, eight adapters
-    assert made([], "fp32").compute == pytest.approx(2e-3 * device.narrow / device.single)  # type: ignore[attr-defined]
-    assert made([], peak=10**11).fits is False  # type: ignore[attr-defined]
-    assert made([], peak=None).fits is None  # type: ignore[attr-defined]
+    assert wide.communication == pytest.approx(1e-3)  # eight rings, eight adapters
+    assert made([], "fp32").compute == pytest.approx(2e-3 * device.narrow / device.single)
+    assert made([], peak=10**11).fits is False
+    assert made([], peak=None).fits is None
 
 
 @pytest.mark.parametrize("device", sorted({*DEVICES} - {"cpu"}))
