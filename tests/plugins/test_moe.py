@@ -611,6 +611,9 @@ def test_equals_transformers(model: str) -> None:
         ({"router": "expert_choice", "balance": 0.0, "bias_speed": 0.1}, {}, "moe.bias_speed", "has no effect"),
         ({"router": "expert_choice", "balance": 0.0}, {"tp": 2}, "moe.router", "set parallel.etp = 2"),
         ({"router": "expert_choice", "balance": 0.0, "groups": 2}, {}, "moe.groups", "tokens don't choose experts"),
+        ({"alpha": 1.5}, {}, "moe.alpha", "has no effect with moe.activation = 'swiglu'"),
+        ({"limit": 6.0}, {}, "moe.limit", "has no effect"),
+        ({"bias": True}, {"tp": 2, "etp": 2}, "parallel.etp", "experts with biases"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], run: dict[str, int], key: str, message: str) -> None:
@@ -638,6 +641,8 @@ def mistakes(values: dict[str, Any], run: dict[str, int], sequence: int = 64) ->
         ({}, {"tp": 3, "etp": 3}, 65),
         ({"capacity": 1 / 16}, {}, 64),  # a mean of 64 × 2 / 8 tokens
         ({"router": "expert_choice", "balance": 0.0}, {"tp": 2, "etp": 2}, 64),
+        ({"activation": "clamped_swiglu", "alpha": 1.5, "limit": 6.0}, {}, 64),
+        ({"bias": True}, {"tp": 2, "ep": 2}, 64),
     ],
 )
 def test_what_just_fits_is_no_mistake(values: dict[str, Any], run: dict[str, int], sequence: int) -> None:
