@@ -179,10 +179,11 @@ def test_matching_nothing_is_an_error(tmp_path: Path) -> None:
 
 def test_matching_in_one_of_two_parts_is_enough(tmp_path: Path) -> None:
     def apply(part: nn.Module) -> Applied:
-        return Applied(part, ("head",) if part.head is not None else ())
+        return Applied(part, ("head",), "widened") if part.head is not None else Applied(part, ())
 
     report = composed(tmp_path, toys.Cut, plugin("Late", Phase.TENSOR, apply)).report
     assert [(line["plugin"], line["matched"]) for line in report] == [("cut", ["layers"]), ("late", ["head"])]
+    assert report[1]["note"] == "widened"
 
 
 def rename(part: nn.Module) -> Applied:

@@ -151,11 +151,6 @@ class _Only(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode, self._kinds = mode, kinds
 
-    def __enter__(self) -> Any:
-        if hasattr(self._mode, "func_counter"):  # torch 2.11 counts nothing
-            self._mode.func_counter.clear()
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in self._kinds:
             return self._mode.__torch_dispatch__(function, types, args, kwargs)
