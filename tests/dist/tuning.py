@@ -67,18 +67,16 @@ OF_EXPERTS = ("ep2", "ep2×tp2", "etp2")
 """Layouts of models with experts; they also run on those of `fsdp2`, whose ranks share the data."""
 NUMBERS = ("loss", "gradients", "later gradients", "evaluation")
 """Checks that a figure is of; gradients are compared by their Frobenius norms."""
-FP32 = 1e-5
-BF16 = 1e-2
-"""Between two ways to round. With the same micro-batches, only the updates of transformers' experts are rounded in
-another way: `fsdp2` adds them to bf16 copies of the weights."""
+BOUND = 1e-5
+"""In bf16 too: with the same micro-batches, a layout rounds as one process does."""
 OWN = 5e-3
 """Largest tolerance of `forge verify` in bf16, at least a tenth of one process's own distance from fp32: what has no
 effect in bf16, on a layout and on one process, is far from fp32 on both."""
 TEXT = (
     "Each column is a layout; a figure is the largest relative difference of losses, of held-out losses and of a "
-    f"parameter's gradient (in the Frobenius norm). It is at most {FP32:.0e}. In bf16 it is at most {BF16:.0e}, with "
-    f"the same micro-batches on one process, whose own gradients are at most {OWN / SHARE:.0e} from those in fp32. A "
-    "number in brackets is the sentence below that refuses the layout before training starts."
+    f"parameter's gradient (in the Frobenius norm). It is at most {BOUND:.0e}; in bf16 with the same micro-batches on "
+    f"one process, whose own gradients are at most {OWN / SHARE:.0e} from those in fp32. A number in brackets is the "
+    "sentence below that refuses the layout before training starts."
 )
 """Of the table."""
 
@@ -119,11 +117,12 @@ class Tuned:
         return self._request(file, transport, LAYOUTS[self.layout][2] if self.narrow else {})
 
     def failed(self, verdict: Verdict) -> list[str]:
-        """Names of what is not equal, by bounds that are narrower than those of `forge verify`, or in bf16 others."""
+        """Names of what is not equal, by a bound that is narrower than those of `forge verify`."""
+        found = verdict.failed | _beyond(verdict)
         if not self.narrow:
-            return sorted(verdict.failed | _beyond(verdict, FP32) | ({"routing"} if verdict.undecided else set()))
+            return sorted(found | ({"routing"} if verdict.undecided else set()))
         own = {"precision" for check in verdict.checks if "gradients" in check.name and check.tolerance > OWN}
-        return sorted(verdict.failed.difference(NUMBERS) | _beyond(verdict, BF16) | own)
+        return sorted(found | own)
 
     @property
     def refused(self) -> str:
@@ -156,8 +155,8 @@ class Tuned:
         return _request(file, self.model, (*tasks, *plugins, "lora"), {**values, **settings})
 
 
-def _beyond(verdict: Verdict, bound: float) -> set[str]:
-    return {check.name for check in verdict.checks if check.name in NUMBERS and not check.worst <= bound}
+def _beyond(verdict: Verdict) -> set[str]:
+    return {check.name for check in verdict.checks if check.name in NUMBERS and not check.worst <= BOUND}
 
 
 def _request(file: Path, model: str, plugins: tuple[str, ...], settings: Settings) -> Request:

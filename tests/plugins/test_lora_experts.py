@@ -192,3 +192,17 @@ def test_experts_learn_in_bf16_too(tmp_path: Path, form: tuple[str, ...]) -> Non
         grads.append(json.loads(lines[0])["grad_norm"])
     assert grads[0] > 0.01
     assert grads[1] == pytest.approx(grads[0], rel=2e-2)
+
+
+def test_experts_of_transformers_round_like_gathered_weights(tmp_path: Path) -> None:
+    """Where a transform gathers weights in bf16, the update is added to a narrow weight: on one process, too."""
+    write(tmp_path / "hf", "qwen3_moe")
+    _, model = started(tmp_path / "hf", "lora.rank=4", "train.precision=bf16", plugins=("hf",))
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if name.endswith("lora_B"):
+                one.normal_(0, 0.3)
+        found = logits(model, IDS)
+        for _, one in model.named_parameters():
+            one.data = one.bfloat16()
+    assert torch.equal(logits(model, IDS), found)

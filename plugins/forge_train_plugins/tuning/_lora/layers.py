@@ -148,9 +148,8 @@ class LowRankStacks(Adapted):
     before the forward."""
 
     def forward(self, *args: Any) -> Tensor:
-        held = {name: local(one) for name, one in self._parameters.items()}
-        if self.lora_product is not None:  # which knows a weight by what the module reads: a narrow copy in bf16
-            held = {name: local(getattr(self, name)) for name in held}
+        # What the module reads, by which a product knows its weight: in bf16 a narrow copy, as a gathered weight is.
+        held = {name: local(getattr(self, name)) for name in self._parameters}
         updates = {key: [(held[a], held[b], scale) for a, b, scale in self.fixed(key)] for key in self.lora_scales}
         for key, scale in self.lora_scales.items() if self.updates_on else ():
             updates[key].append((held[f"{key}_lora_A"], held[f"{key}_lora_B"], scale))
