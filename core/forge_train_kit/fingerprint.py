@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
@@ -51,21 +52,25 @@ def source_files(ref: PluginRef) -> dict[str, Path]:
     return found
 
 
+_IMPORT = re.compile(rb"(?:^|[;:])[ \t\f]*((?:from|import)\b(?:[^\n(;\\#]|\\\r?\n)*(?:\([^)]*\))?)", re.MULTILINE)
+"""What may be an import: also text that only looks like one. To parse nothing else takes a tenth of the time."""
+
+
 @cache
 def _imports(source: bytes, package: str) -> tuple[str, ...]:
     """Dotted names that a file may import, wherever in it the statement stands. Plugins share most files."""
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return ()
-    return tuple(_names(tree, package))
+        statements = [ast.parse(found.strip()).body[0] for found in _IMPORT.findall(source)]
+    except (SyntaxError, ValueError):  # a sentence, or a bracket in a comment
+        try:
+            statements = list(ast.walk(ast.parse(source)))
+        except (SyntaxError, ValueError):
+            return ()
+    return tuple(_names(statements, package))
 
 
-def _names(tree: ast.AST, package: str) -> Iterator[str]:
-    """Those of statements alone, which are a tenth of all nodes."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
+def _names(statements: Iterable[ast.AST], package: str) -> Iterator[str]:
+    for node in statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -77,5 +82,3 @@ def _names(tree: ast.AST, package: str) -> Iterator[str]:
                 continue
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        for below in ("body", "orelse", "handlers", "finalbody", "cases"):
-            waiting += getattr(node, below, ()) if not isinstance(node, ast.expr) else ()
