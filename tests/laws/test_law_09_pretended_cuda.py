@@ -58,6 +58,8 @@ def plugins() -> dict[str, list[str]]:
 
 
 def write(folder: Path) -> None:
+    folder.mkdir()
+
     def lines(name: str, records: list[Any]) -> None:
         (folder / name).write_text("".join(f"{json.dumps(one)}\n" for one in records), encoding="utf-8")
 
@@ -70,30 +72,23 @@ def write(folder: Path) -> None:
     (folder / "text" / "a.txt").write_text("the model reads a line of text\n" * 400, encoding="utf-8")
 
 
-def trained(folder: Path, given: list[cases.Case], ranks: int = 1) -> list[dict[str, Any]]:
-    """The results of cases, of each rank."""
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in given if ranks > 1]
-    for one, store in zip(given, stores, strict=False):  # held from here on: nobody else can take a port
-        one["port"] = str(store.port)
-    asked = folder / "cases.json"
-    asked.write_text(json.dumps(given), encoding="utf-8")
+def trained(folder: Path, worlds: dict[int, list[cases.Case]]) -> dict[int, list[dict[str, Any]]]:
+    """Ranks → the results of their cases, of each rank."""
+    asked, stores = [], list[TCPStore]()
+    for ranks, given in worlds.items():
+        write(own := folder / str(ranks))
+        for one in given if ranks > 1 else ():
+            stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            one["port"] = str(stores[-1].port)  # held from here on: nobody else can take it
+        asked.append({"cases": given, "folder": str(own), "ranks": ranks})
+    (file := folder / "worlds.json").write_text(json.dumps(asked), encoding="utf-8")
     environment = {**os.environ, "PRETENDED_CUDA": str(build.library()), "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(ranks):
-        world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
-        place = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True, "FOLDER": folder}
-        more = {**world, **place} if ranks > 1 else {}
-        command = [sys.executable, str(CHILD), str(asked), str(folder / f"{rank}.json")]
-        with (folder / f"{rank}.txt").open("w") as log:
-            named = {name: str(value) for name, value in more.items()}
-            processes.append(subprocess.Popen(command, env=environment | named, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout=800) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(codes), "\n".join((folder / f"{rank}.txt").read_text() for rank in range(ranks))
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    command = [sys.executable, str(CHILD), str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    places = {ranks: [folder / str(ranks) / str(rank) for rank in range(ranks)] for ranks in worlds}
+    said = [place.with_suffix(".txt") for own in places.values() for place in own]
+    assert not done.returncode, "\n".join([done.stderr, *(one.read_text() for one in said if one.exists())])
+    return {ranks: [json.loads(one.with_suffix(".json").read_text()) for one in own] for ranks, own in places.items()}
 
 
 EXTENDED = (
@@ -105,13 +100,29 @@ schedules, which give the loop a factor on the host."""
 
 
 @pytest.fixture(scope="module")
-def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of those cases that are asked for."""
-    folder = tmp_path_factory.mktemp("one")
-    write(folder)
-    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    every = cases.one_process(str(folder), plugins())
-    return trained(folder, [one for one in every if one["name"] in asked or "does" in one])[0]
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """The results of those cases that are asked for, on one rank and on two; importing for them takes longest."""
+    folder = tmp_path_factory.mktemp("pretended")
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+    every = cases.one_process(str(folder / "1"), plugins())
+    worlds = {1: [one for one in every if one["name"] in asked or "does" in one], 2: cases.TWO_RANKS}
+    using = {name for item in items for name in item.fixturenames}
+    return trained(folder, {ranks: worlds[ranks] for ranks, name in USING.items() if name in using})
+
+
+USING = {1: "one_process", 2: "two_ranks"}
+"""Ranks → the fixture that gives their results."""
+
+
+@pytest.fixture(scope="module")
+def one_process(results: dict[int, Any]) -> dict[str, Any]:
+    return results[1][0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(results: dict[int, Any]) -> list[dict[str, Any]]:
+    return results[2]
 
 
 def judge(name: str, result: dict[str, Any]) -> None:
@@ -171,8 +182,8 @@ def test_ids_on_the_host_are_taken_for_those_of_the_device_until_either_changes(
         assert on_host(moved) is moved
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    for rank, results in enumerate(trained(tmp_path, cases.TWO_RANKS, 2)):
+def test_two_ranks(two_ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(two_ranks):
         assert [*results] == [one["name"] for one in cases.TWO_RANKS], f"rank {rank}"
         for name, result in results.items():
             judge(name, result)

@@ -1,4 +1,7 @@
-"""Trains small runs on the pretended device, one after another in one process: child.py CASES.json RESULTS.json.
+"""Trains small runs on the pretended device, one after another: child.py WORLDS.json.
+
+A world is `{"cases", "folder", "ranks"}`. Each of its ranks is forked from this process, which has imported all that
+they need, and leaves its results in FOLDER/RANK.json and its output in FOLDER/RANK.txt; one world follows the other.
 
 A case is `{"name", "plugins", "config", "steps"}`. Its result: `error`, the notes of steps that are not logged from the
 second on, and the loss of each step.
@@ -7,11 +10,14 @@ second on, and the loss of each step.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import importlib
 import io
 import json
 import os
+import signal
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -24,6 +30,7 @@ import torch
 from torch import Tensor
 
 import standins  # noqa: F401
+import warm
 from forge_train import BatchPhase, Job, Plugin, PrepareBatch, Update, hookimpl
 from forge_train.step.step import Stepper
 from forge_train_tools import health
@@ -134,18 +141,52 @@ def check(case: dict[str, Any]) -> dict[str, Any]:
     return {"error": said.getvalue() if code else "", "said": said.getvalue(), "losses": [], "notes": []}
 
 
+def work(cases: list[dict[str, Any]], folder: Path, rank: int) -> None:
+    """Be a rank: train its cases."""
+    results = {}
+    for case in cases:
+        results[case["name"]] = check(case) if "forge" in case else train(case, folder)
+        (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
+
+
+def forked(cases: list[dict[str, Any]], folder: Path, rank: int, ranks: int) -> int:
+    """Start a rank; its process's number."""
+    if process := os.fork():
+        return process
+    code = 1
+    try:
+        if warm.FORKS:
+            ctypes.CDLL(None).prctl(warm.PR_SET_PDEATHSIG, signal.SIGKILL)
+        output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        if ranks > 1:
+            world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
+            place = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True}
+            os.environ.update({name: str(value) for name, value in {**world, **place}.items()})
+            pretended.join()
+        work(cases, folder, rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def main() -> None:
-    if "RANK" in os.environ:
-        pretended.join()
     watch()
     health.SIZES["cuda"] = health.SIZES["cpu"]  # a device's product takes the host ten seconds
-    results, out = {}, Path(sys.argv[2])
-    with tempfile.TemporaryDirectory() as folder:
-        if "FOLDER" in os.environ:  # that ranks share
-            folder = os.environ["FOLDER"]
-        for case in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
-            results[case["name"]] = check(case) if "forge" in case else train(case, Path(folder))
-            out.write_text(json.dumps(results), encoding="utf-8")
+    for name in warm.PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()
+    codes = []
+    for world in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        folder, ranks = Path(world["folder"]), world["ranks"]
+        processes = [forked(world["cases"], folder, rank, ranks) for rank in range(ranks)]
+        codes += [os.waitpid(process, 0)[1] for process in processes]
+    sys.exit(any(codes))
 
 
 if __name__ == "__main__":
