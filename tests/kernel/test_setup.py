@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, section
 from forge_train.base.errors import Problem
 from forge_train.base.names import PluginRef, canonical, snake
-from forge_train.registry.discovery import discover, dotted, load
+from forge_train.registry.discovery import NO_DISTRIBUTION, discover, dotted, load
 from forge_train.registry.setup import Setup
 from forge_train_kit.source import Source
 from forge_train_tools.configuration.presets import presets
@@ -293,6 +294,18 @@ def test_the_label_of_a_plugin() -> None:
     assert PluginRef("fp8", "forge-train", "0.1", "a:B").label == "'fp8' (forge-train 0.1)"
     assert dotted("toys:ToyModel").label == "'toy_model' (no distribution)"
     assert canonical(" a-b ") == "a_b"
+
+
+@pytest.mark.parametrize(
+    "module", ["yaml.nodes", "typing_extensions", "pluggy", "_pytest.fixtures", "torch.nn", "toys"]
+)
+def test_the_distribution_of_a_dotted_spec(module: str) -> None:
+    """Told by top_level.txt or by RECORD, of a package and of a single module; its name may be another one."""
+    owners = importlib.metadata.packages_distributions().get(module.partition(".")[0])
+    version = importlib.metadata.version(owners[0]) if owners else ""
+    found = dotted(f"{module}:Mine")
+    assert (found.name, found.object) == ("mine", f"{module}:Mine")
+    assert (found.distribution, found.version) == (owners[0] if owners else NO_DISTRIBUTION, version)
 
 
 # -- contrib --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,10 +55,7 @@ def dotted(spec: str) -> PluginRef:
     """The plugin `package.module:Class`, named after the class; a module in the current folder is found too."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # last, so that it hides nothing
-    module, _, name = spec.partition(":")
-    owners = _owners().get(module.split(".", maxsplit=1)[0], [])
-    distribution = owners[0] if owners else NO_DISTRIBUTION
-    return PluginRef(snake(name), distribution, importlib.metadata.version(owners[0]) if owners else "", spec)
+    return PluginRef(snake(spec.partition(":")[2]), *_owner(re.split("[.:]", spec)[0]), spec)
 
 
 def in_file(spec: str, folder: Path | None = None) -> PluginRef:
@@ -179,8 +176,13 @@ def identity(dist: importlib.metadata.Distribution | None) -> tuple[str, str]:
 
 
 @cache
-def _owners() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()
+def _owner(package: str) -> tuple[str, str]:
+    """Name and version of the distribution that has a top-level package or module."""
+    # `packages_distributions` makes a Path of each file of each distribution: a second in every process of a run.
+    listed = re.compile(rf"^{re.escape(package)}(\s*$|(/.*)?\.py,)", re.MULTILINE)
+    everyone = importlib.metadata.distributions()
+    owners = (one for one in everyone if listed.search(one.read_text("top_level.txt") or one.read_text("RECORD") or ""))
+    return identity(next(owners, None))
 
 
 def _only_plugin(found: PluginRef, members: dict[str, object]) -> type[Plugin]:
