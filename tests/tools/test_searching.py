@@ -7,13 +7,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forge_train.base.errors import ConfigError
+from forge_train.mesh.layout import Layout
+from forge_train.mesh.world import World
 from forge_train_tools.planning import plan
 from forge_train_tools.planning.clusters import Cluster, Link, cluster
+from forge_train_tools.planning.on_cuda import kernels_of_cuda
+from forge_train_tools.planning.stages import look_at_stages
 from forge_train_tools.searching.candidates import Candidate, layouts, micro_batches
 from forge_train_tools.searching.forms import Memory, Sent
 from forge_train_tools.searching.search import chosen, nothing_fits, rank, search, setup_of
@@ -98,6 +103,25 @@ def test_kernels_are_as_many_as_in_a_rehearsal(space: Space) -> None:
     )
     whole = space.composer.rehearse(one.variant, {"dp_shard": 4}, micro_batch=2, accumulation=3)
     assert space.forms.kernels(one) == pytest.approx(whole.of("kernels", space.composer.repetitions), rel=0.05)
+
+
+@pytest.mark.slow
+def test_an_input_gradient_that_is_computed_twice_counts_twice() -> None:
+    """Units that are recomputed have a whole backward pass for their weights, after one for the input gradient."""
+    settings = ("fsdp2.reduce=last", "ac.mode=full", "train.micro_batch=2")
+    given = request(*settings, plugins=("fsdp2", "pp", "ac"), without=("cp", "ep", "tp"))
+    space = Space(given, 2, cluster("h100"))
+    (one,) = (one for one in space.candidates() if one.pp == 2 and "pp.schedule=zbv" in one.variant.of("pp").settings)
+    setup = setup_of(chosen(space.request, one), 2)
+    layout, place = Layout.of(setup.config.parallel, 2), World(size=2, local_size=2)
+    with kernels_of_cuda():
+        looks = look_at_stages(setup, layout, place, Path("runs/plan"), alternatives=False)
+    kernels = [look.rehearsed.kernels for look in looks]
+    moved = max(sum(one.bytes * count for one, count in some.items() if one.fusible) for some in kernels)
+    flops = max(look.kernel_flops for look in looks)
+    assert space.forms.flops(one) * one.accumulation == pytest.approx(flops, rel=0.01)
+    assert space.forms.between(one) == pytest.approx(moved, rel=0.1)
+    assert space.forms.kernels(one) == pytest.approx(max(some.total() for some in kernels), rel=0.1)
 
 
 @pytest.mark.unit

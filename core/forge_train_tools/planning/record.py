@@ -40,6 +40,10 @@ class Recorded:
     is `own` (parameters, buffers, gradients, the optimizer's state), `unsharded` (gradients), `logits`, or empty."""
     calls: list[Event] = field(default_factory=list)
     """Kernels and collectives, with how often in a step."""
+    backward: list[Event] = field(default_factory=list)
+    """Those of a backward pass."""
+    recomputed: int = 0
+    """Kernels among them that compute again what a forward pass did."""
     executor: Any = None
     """Executor of the step, if it is a pipeline's."""
     followed: Timetable | None = None

@@ -225,12 +225,20 @@ class _Rehearsal(Watcher):
 
     def _send(self, one: Collective) -> None:
         if one.ranks > 1:
-            self.found.calls.append(Event(("send", self._times, one.kind, one.group, one.ranks), (one.held,)))
+            self._call(Event(("send", self._times, one.kind, one.group, one.ranks), (one.held,)))
 
     def _compute(self, flops: float, size: int, attention: bool) -> None:
         fusible = not flops and not self._updating
         self.apart.count(flops * self._times)
-        self.found.calls.append(Event(("kernel", self._times, fusible, attention), (flops, size)))
+        if self._call(Event(("kernel", self._times, fusible, attention), (flops, size))) and torch.is_grad_enabled():
+            self.found.recomputed += self._times
+
+    def _call(self, event: Event) -> bool:
+        """Record a call, and return True within a backward pass."""
+        self.found.calls.append(event)
+        if backward := torch._C._current_graph_task_id() != -1:
+            self.found.backward.append(event)
+        return backward
 
 
 class Examples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,9 +33,12 @@ from ..planning.imagined import imagined
 from ..planning.on_cuda import kernels_of_cuda
 from ..planning.record import END, Recorded, counted
 from ..planning.rehearsal import rehearse
+from ..planning.roofline import Kernel
 from ..planning.traffic import traffic
 from .variants import Variant
 
+AGAIN = "again "
+"""Prefix of the numbers of an input gradient that is computed again."""
 SHORT = 2
 """Repetitions in the shorter of two rehearsals; the other has one more."""
 ENOUGH = 4
@@ -54,7 +58,8 @@ class Point:
     Each grows evenly with the units, which the largest of them does not. At rest: `parameters`, `buffers`,
     `gradients`, `optimizer`, `unsharded`. Of work: `flops` of kernels, those of modules with a peak of their own once
     more as `flops KEY`, bytes of the kernels `between` products, and how many `kernels` there are. Of communication, by
-    kind and axes: `calls KIND AXES` and `held KIND AXES`.
+    kind and axes: `calls KIND AXES` and `held KIND AXES`. What a backward pass takes without the gradients of weights
+    has the same names with `AGAIN` before them, and `recomputed` are its kernels that compute a forward pass again.
     """
 
     rest: Numbers
@@ -154,8 +159,8 @@ class Composer:
             model, peaks = composition.model, peaks_of(job, composition)
             units = tuple(getattr(model.parts[0], "units", ()))
             recorded = rehearse(job, model, tuple(dict.fromkeys((*units[:1], *units[-2:]))), peaks)
-            found = counted(recorded)
-            sent = traffic(found, Names(job.dist))
+            found, again = counted(recorded), counted(replace(recorded, calls=recorded.backward))
+            sent, sent_again = (traffic(one, Names(job.dist)) for one in (found, again))
         held, state = held_bytes(model.parameters()), found.optimizer or 0
         rest = held + found.buffers + state
         gradients = found.gradients
@@ -171,11 +176,13 @@ class Composer:
             **{f"flops {key}": flops for key, flops in recorded.apart.items()},
             "between": sum(kernel.bytes * times for kernel, times in found.kernels.items() if kernel.fusible),
             "kernels": sum(found.kernels.values()),
+            **_again(found.kernels, again.kernels, recorded.recomputed),
         }
-        for one in sent:
-            factor = 1.0 if one.kind == "send" else (2.0 if one.kind == "all_reduce" else 1.0) * (1 - 1 / one.ranks)
-            numbers[f"calls {one.kind} {one.axis}"] = one.count
-            numbers[f"held {one.kind} {one.axis}"] = one.bytes / factor
+        for prefix, collectives in (("", sent), (AGAIN, sent_again)):
+            for one in collectives:
+                factor = 1.0 if one.kind == "send" else (2.0 if one.kind == "all_reduce" else 1.0) * (1 - 1 / one.ranks)
+                numbers[f"{prefix}calls {one.kind} {one.axis}"] = one.count
+                numbers[f"{prefix}held {one.kind} {one.axis}"] = one.bytes / factor
         return numbers, tuple(found.notes)
 
 
@@ -188,6 +195,18 @@ def _young_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _again(every: Counter[Kernel], backward: Counter[Kernel], recomputed: int) -> dict[str, float]:
+    """The work of a backward pass without gradients of weights: each takes as much as the product of its weight."""
+    products = {one: count for one, count in (every - backward).items() if one.flops and not one.attention}
+    return {
+        f"{AGAIN}flops": sum(one.flops * count for one, count in backward.items())
+        - sum(one.flops * count for one, count in products.items()),
+        f"{AGAIN}between": sum(one.bytes * count for one, count in backward.items() if one.fusible),
+        f"{AGAIN}kernels": sum(backward.values()) - sum(products.values()),
+        "recomputed": recomputed,
+    }
 
 
 def _moments(recorded: Recorded, units: Sequence[str], rest: int, gradients: int) -> dict[str, float]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from .candidates import Candidate
-from .composing import Point
+from .composing import AGAIN, Point
 from .laws import ALONE, PAIR, SENDING, Laws, WeightsOf, get
 from .points import Kinds, Points
 from .schedules import Schedule, Schedules
@@ -100,26 +101,51 @@ class Forms(Laws):
     def flops(self, c: Candidate, name: str = "flops") -> float:
         """Of a micro-batch, on the rank with most; with a name, those of modules with a peak of their own."""
         kinds = self.points.kinds(c.variant)
-        return self._most(c, *(sum(self._number(kinds, c, name, per)) for per in ("unit", "rest")))
+        parts = [sum(self._number(kinds, c, name, per)) for per in ("unit", "rest")]
+        if not self._recomputes(kinds):
+            return self._most(c, parts)
+        shares = []
+        for per in ("unit", "rest"):
+            again, every = (sum(self._number(kinds, c, one, per)) for one in (f"{AGAIN}flops", "flops"))
+            shares.append(again / (every or 1.0))
+        return self._most(c, parts, [part * share for part, share in zip(parts, shares, strict=True)])
 
     def between(self, c: Candidate) -> float:
         """Bytes that kernels between products read and write in a step, on the rank with most."""
         kinds, several = self.points.kinds(c.variant), c.shards * c.dp_replicate > 1
-        parts = []
+        parts, again = [], []
         for per in ("unit", "rest"):
             once, each = self._repeated(kinds.data, "between", per, several)
-            tokens = c.micro_batch * self._tokens(kinds, "between", per, c.tp, c.cp, c.ep, c.etp)
-            parts.append((once + c.accumulation * each) * self._share(per, c.tp, c.ep, c.etp) + c.accumulation * tokens)
-        return self._most(c, *parts)
+            tokens, twice = (
+                c.accumulation * c.micro_batch * self._tokens(kinds, name, per, c.tp, c.cp, c.ep, c.etp)
+                for name in ("between", f"{AGAIN}between")
+            )
+            parts.append((once + c.accumulation * each) * self._share(per, c.tp, c.ep, c.etp) + tokens)
+            again.append(twice)
+        return self._most(c, parts, again if self._recomputes(kinds) else (0.0, 0.0))
 
     def kernels(self, c: Candidate) -> float:
         """Kernels of a step, on the rank with most: as many for few tokens as for many."""
         kinds, several = self.points.kinds(c.variant), c.shards * c.dp_replicate > 1
         pairs = (self._launched(kinds, per, several) for per in ("unit", "rest"))
-        return self._most(c, *(once + c.accumulation * each for once, each in pairs))
+        parts, again = [once + c.accumulation * each for once, each in pairs], [0.0, 0.0]
+        if self._recomputes(kinds):
+            point = self._point(Kinds(self.points.base.data, kinds.others))
+            again = [c.accumulation * get(point, per, f"{AGAIN}kernels") for per in ("unit", "rest")]
+        return self._most(c, parts, again)
 
-    def _most(self, c: Candidate, unit: float, rest: float) -> float:
-        return max(unit * one.repeats + rest * one.head for one in self.cut.holdings(self.schedule(c)))
+    def _most(self, c: Candidate, parts: Sequence[float], again: Sequence[float] = (0.0, 0.0)) -> float:
+        """Return the sum on the rank with most, given what a unit and the ends take, and what they take once more where
+        the input gradient is computed apart."""
+        return max(
+            parts[0] * one.repeats + parts[1] * one.head + again[0] * one.split + again[1] * one.split_head
+            for one in self.cut.holdings(self.schedule(c))
+        )
+
+    def _recomputes(self, kinds: Kinds) -> bool:
+        """Return True if units compute their forward pass again in each call of autograd. A pipeline then takes a whole
+        backward pass for the gradients of weights, and computes the input gradient twice."""
+        return get(self._point(Kinds(self.points.base.data, kinds.others)), "unit", "recomputed") > 0
 
     def _of_micro_batches(self, data: Choice, name: str, per: str, several: bool) -> tuple[float, float]:
         """The part of weights of a number that comes once in a step, and the part with each micro-batch."""
@@ -140,7 +166,8 @@ class Forms(Laws):
     def sent(self, c: Candidate) -> list[Sent]:
         """Collectives of a step, on a rank of the stage with most units."""
         kinds, schedule = self.points.kinds(c.variant), self.schedule(c)
-        units = max(one.repeats for one in self.cut.holdings(schedule))
+        most = max(self.cut.holdings(schedule), key=lambda one: (one.repeats, one.split))
+        units, again = most.repeats, most.split if self._recomputes(kinds) else 0.0
         ends = 1.0 if schedule is None else 0.5
         found = []
         if c.shards > 1 or c.dp_replicate > 1:
@@ -153,7 +180,7 @@ class Forms(Laws):
         for axis, apart in (("tp" if c.etp == 1 else "etp", c.cp), ("cp", c.tp), ("ep", c.cp * c.tp // c.etp)):
             if c.sizes[axis] > 1:
                 times = c.micro_batch * c.accumulation / apart
-                for kind, along, each, once in self._sent_by_tokens(kinds.others, axis, units, ends):
+                for kind, along, each, once in self._sent_by_tokens(kinds.others, axis, units, again, ends):
                     # once a step, ranks sum gradients of weights that all of them hold: not of experts that are spread
                     calls, size = once if c.ep == 1 else (0.0, 0.0)
                     calls, size = calls + c.accumulation * each.calls, size + times * each.held
@@ -182,7 +209,7 @@ class Forms(Laws):
         return found
 
     def _of_tokens(
-        self, others: tuple[tuple[str, Choice], ...], axis: str, units: float, ends: float
+        self, others: tuple[tuple[str, Choice], ...], axis: str, units: float, again: float, ends: float
     ) -> list[tuple[str, str, Counts, Counts]]:
         """Collectives along an axis: kind, axis, those with each micro-batch of one sequence, and those once a step,
         which matter where there are experts."""
@@ -201,7 +228,7 @@ class Forms(Laws):
                         units * get(point, "unit", name) + ends * get(point, "rest", name) for point in (each, one, two)
                     )
                     step.append(max(2 * once - twice, 0.0))
-                    micro.append(own_count - step[-1])
+                    micro.append(own_count - step[-1] + again * get(each, "unit", AGAIN + name))
                 found.append((kind, axes, Counts(*micro), Counts(*step)))
         return found
 

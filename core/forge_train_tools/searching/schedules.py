@@ -9,7 +9,7 @@ from torch import nn
 
 from forge_train import ConfigError, Model
 from forge_train.plugin import hookspecs
-from forge_train_kit.pipeline.timetable import PipelineExecutor
+from forge_train_kit.pipeline.timetable import PipelineExecutor, Timetable, Work
 
 from ..planning.timeline import PartCost, Timeline, simulate
 from .composing import ENOUGH, Composer
@@ -26,6 +26,9 @@ class Schedule:
     """Part → its rank."""
     in_flight: tuple[tuple[float, ...], ...]
     """Rank → the most micro-batches at once whose activations are kept, of each of its parts."""
+    split: tuple[tuple[float, ...], ...]
+    """Rank → the share of micro-batches with an input gradient of its own, of each of its parts. The first part gets
+    token ids, which have none."""
     crossings: tuple[int, ...]
     """Rank → borders of its parts with parts of other ranks."""
 
@@ -81,7 +84,13 @@ def _read(timeline: Timeline, stretch: float | None) -> Schedule:
         for rank in ranks
     ]  # fmt: skip
     flying = tuple(tuple(float(n) for n in timeline.in_flight(rank).values()) for rank in ranks)
-    return Schedule(timeline.stretch if stretch is None else stretch, place, flying, tuple(borders))
+    split = tuple(tuple(_split(table, rank, part) for part in table.parts_of(rank)) for rank in ranks)
+    return Schedule(timeline.stretch if stretch is None else stretch, place, flying, split, tuple(borders))
+
+
+def _split(table: Timetable, rank: int, part: int) -> float:
+    own = [one for one in table.actions(rank) if one.part == part > 0 and one.work is Work.INPUT_GRADIENT]
+    return len(own) / table.micro_batches
 
 
 def _extended(first: Timeline, second: Timeline, micro_batches: int) -> float:

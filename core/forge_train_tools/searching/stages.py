@@ -21,8 +21,12 @@ class Holding:
     """Repetitions of the repeating units."""
     flying: float
     """The same, times the micro-batches whose activations are kept."""
+    split: float
+    """The same, times the share of micro-batches with an input gradient of its own."""
     head: bool
     """True if the model's last entry is there."""
+    split_head: float
+    """That share of the last entry; 0 elsewhere."""
 
 
 class Cut:
@@ -68,6 +72,8 @@ class Cut:
         parts = self._parts(schedule, rank)
         repeats = [sum(self.repetitions[at] for at in part) for part in parts]
         flying = schedule.in_flight[rank] if schedule else (1.0,)
+        split = schedule.split[rank] if schedule else (0.0,)
         entries = tuple(at for part in parts for at in part)
-        kept = sum(n * one for n, one in zip(repeats, flying, strict=True))
-        return Holding(entries, sum(repeats), kept, self.last in entries)
+        kept, apart = (sum(n * one for n, one in zip(repeats, times, strict=True)) for times in (flying, split))
+        head = sum(share for part, share in zip(parts, split, strict=True) if self.last in part)
+        return Holding(entries, sum(repeats), kept, apart, self.last in entries, head)
