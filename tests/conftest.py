@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,20 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+class _Backwards(pytest.Dir):
+    """A folder whose files are read from the last to the first."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        return reversed([*super().collect()])
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
+    """Where two processes read the files, have each compile half of them, and take the rest as the other left them."""
+    if getattr(parent.config, "workerinput", {}).get("workerid") != "gw1":
+        return None
+    return _Backwards.from_parent(parent, path=path)  # type: ignore[no-any-return]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where two processes share the files, begin with those that take longest, so that both end at once."""
@@ -57,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         seconds = item.get_closest_marker("slow") or item.get_closest_marker("e2e")
         weights[item.path] += 20 if seconds else 1
-    items.sort(key=lambda item: -weights[item.path])
+    items.sort(key=lambda item: (-weights[item.path], item.path))
 
 
 _frozen: list[bool] = []
