@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+import warm
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -31,11 +33,12 @@ Forge = Callable[..., Ended]
 
 
 def on_terminal(*arguments: str, columns: int) -> str:
-    """What a command writes to a terminal that wants no colours."""
+    """What a command writes to a terminal that wants no colours. Help is as wide as the terminal was at the import."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb"}
     command = [sys.executable, "-m", "forge_train_cli", *arguments]
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment):
+    begun = subprocess.Popen if "--help" in arguments else warm.Popen
+    with begun(command, stdout=theirs, stderr=theirs, env=environment):
         os.close(theirs)
         shown = b""
         while True:

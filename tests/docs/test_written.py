@@ -16,6 +16,7 @@ import pytest
 import warm
 from crossed import marked
 from forge_cli import forge
+from forge_train_tools.planning import fewer
 from pages import parse
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,12 @@ matching, pictures, screen, transcripts, write = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are not compared, so a pipeline's rehearsal takes few micro-batches."""
+    monkeypatch.setattr(fewer, "AFFORDABLE", -1)
+
+
 OUTSIDE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/**/*.md"))}
 PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")}
@@ -35,9 +42,11 @@ PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.m
 @pytest.mark.slow
 def test_no_page_is_stale() -> None:
     """In a process of its own: another test may have changed a class whose methods a page lists."""
-    command = [sys.executable, str(ROOT / "docs" / "write.py"), "--check"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    command = [sys.executable, "-m", "write", "--check"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with warm.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT / "docs")}, **pipes) as process:
+        said, _ = process.communicate()
+    assert process.returncode == 0, said
 
 
 @pytest.mark.slow

@@ -410,7 +410,7 @@ def test_a_full_disk_while_saving(here: Path) -> None:
     ],
 )
 def test_from_outside(arguments: list[str], code: int, says: str) -> None:
-    assert says in one_message(forge_process(*arguments), code)
+    assert says in one_message(forge_process(*arguments, preloaded=True), code)
 
 
 @pytest.mark.slow

@@ -263,7 +263,7 @@ def test_two_commands_and_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     values = {"train.steps": 100_000, "checkpoint.every": 5}
     arguments = ["train", toys.write_config(tmp_path, **values), "--name", "a", "--quiet"]
-    first = start(*arguments, cwd=tmp_path)
+    first = start(*arguments, preloaded=True, cwd=tmp_path)
     try:
         run = tmp_path / "runs" / "a"
         deadline = time.monotonic() + 120
