@@ -13,7 +13,12 @@ from pages import typed
 
 pytest.importorskip("transformers")
 SMALL = "run.device=cpu;train.global_batch=8;train.evaluate_batches=1;adamw.weight_decay=0"
-READER = {"adamw.lr=2e-4": "adamw.lr=1e-2", "8": "2", "train.steps=400": "train.steps=44"}
+READER = {
+    "adamw.lr=2e-4": "adamw.lr=1e-2",
+    "8": "2",
+    "train.steps=400": "train.steps=44",
+    "train.micro_batch=1": "train.micro_batch=4",
+}
 
 
 @pytest.mark.e2e
