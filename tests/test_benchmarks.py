@@ -71,6 +71,7 @@ def test_captured_activations(script: Script, tmp_path: Path) -> None:
     assert experts[4].startswith("refused: parallel.ep = 2: the model has no experts to spread")
 
 
+@pytest.mark.slow
 def test_decoding_clips(script: Script) -> None:
     clips = script("clips", BATCH=2)
     memory, seconds = clips.decoded(20)
@@ -131,6 +132,7 @@ def test_low_precision(script: Script) -> None:
     assert len(low.signal_table()) == 3 + len(low.RECIPES)
 
 
+@pytest.mark.slow
 def test_lora(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     for package in ("peft", "transformers"):
         pytest.importorskip(package)
@@ -147,6 +149,7 @@ def test_lora(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     assert coded["held"] < ours["held"]
 
 
+@pytest.mark.slow
 def test_answers(script: Script, tmp_path: Path) -> None:
     """A model of two steps, so small that it knows nothing, is trained, tuned, exported and asked."""
     pytest.importorskip("transformers")
@@ -219,6 +222,7 @@ def test_exchange_with_hugging_face(script: Script, tmp_path: Path) -> None:
     assert exchange.speak(tmp_path / "tiny").keys() == {"forge", "transformers"}
 
 
+@pytest.mark.slow
 def test_evaluating(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = {"RECORDS": 4, "TOKENS": 2, "BATCHES": (1, 3), "MODELS": {"experts": ("one process",)}}

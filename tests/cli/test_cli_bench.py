@@ -32,6 +32,7 @@ def test_bench(forge: Forge, folder: Path) -> None:
     assert {path for path in folder.iterdir() if path.name != "__pycache__"} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -59,6 +60,7 @@ def test_a_schedule_may_be_longer_than_the_measurement(forge: Forge) -> None:
     assert 0 < found.json["mfu"] < 1
 
 
+@pytest.mark.slow
 def test_the_loop_by_hand_trains_what_a_plugin_makes_of_batches() -> None:
     """Multi-token prediction has labels from `prepare_batch`, and hears of each micro-batch."""
     small = ("decoder.dim=16", "decoder.layers=1", "train.global_batch=2", "train.sequence=32", "run.device=cpu")

@@ -162,6 +162,7 @@ def test_help_lists_the_commands(chat: Typed) -> None:
     assert all(name in told for name in ("/system TEXT", "/reset", "/save FILE", "/quit"))
 
 
+@pytest.mark.slow
 def test_what_cannot_chat_is_told_at_once(hf: Path, chat: Typed, tmp_path: Path) -> None:
     assert "temperature: expected" in one_message(chat("", "--temperature", "-1"), 2)
     assert "stdin is not UTF-8 in line 2." in one_message(chat(b"/reset\n\xff\n"), 2)

@@ -212,6 +212,7 @@ def test_show_of_pairs(forge: Forge, folder: Path) -> None:
     assert "1 file (1 .jsonl)" in found["source"][0]
 
 
+@pytest.mark.slow
 def test_prepare_takes_other_names_of_fields_and_roles(forge: Forge, folder: Path) -> None:
     chat = [{"who": "user", "text": "hi"}, {"who": "bot", "text": "ho"}, {"who": "user", "text": "so"}]
     record = {"chat": [*chat, {"who": "bot", "text": "lo"}]}

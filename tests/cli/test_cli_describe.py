@@ -74,6 +74,7 @@ def test_json_describes_everything(forge: Forge, outside: None) -> None:
     assert "Its keys are unknown" in sections["broken"]["description"]
 
 
+@pytest.mark.slow
 def test_the_schema_goes_to_a_file(forge: Forge, folder: Path) -> None:
     (folder / "mine.py").write_text(THEIRS.replace("Theirs", "Mine"), encoding="utf-8")
     done = forge("describe", "--schema", "-p", "./mine.py", "--out", "forge.schema.json")
@@ -83,6 +84,7 @@ def test_the_schema_goes_to_a_file(forge: Forge, folder: Path) -> None:
     assert written["properties"]["mine"]["properties"]["width"]["description"] == "Columns."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

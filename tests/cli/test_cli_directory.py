@@ -125,6 +125,7 @@ def test_words_are_looked_for_everywhere_and_names_come_first(forge: Forge) -> N
     assert "Missing argument" in forge("plugins", "search", fails=2).err
 
 
+@pytest.mark.slow
 def test_a_plugin_that_is_not_installed_says_how_to_get_it(
     forge: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def bad(answer, record):
 """
 
 
+@pytest.mark.slow
 def test_checks(tmp_path: Path) -> None:
     (tmp_path / "checks.py").write_text(CHECKS, encoding="utf-8")
     eval_tasks.write_lines(tmp_path / "a.jsonl", [{"prompt": "say one", "answer": "x", "least": 0}])

@@ -232,6 +232,7 @@ class TestContinued:
 
 
 class TestBadInput:
+    @pytest.mark.slow
     def test_records(self, tmp_path: Path) -> None:
         def said(*records: object, more: Sequence[object] = ()) -> str:
             data = heads_data.write(tmp_path / "bad.jsonl", records)

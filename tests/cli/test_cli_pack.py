@@ -215,6 +215,7 @@ def test_other_commands_take_no_pack(forge: Forge, folder: Path, packed: Path) -
     assert "forge-repeat" not in ended.err  # the folder in which it was unpacked
 
 
+@pytest.mark.slow
 def test_a_run_that_began_elsewhere(forge: Forge, folder: Path, first: Path) -> None:
     """A pack holds no checkpoint of another run; one that is at its old place is taken."""
     start = "runs/first/checkpoints/step-00000003"
@@ -256,6 +257,7 @@ class Count(Plugin):
 '''
 
 
+@pytest.mark.slow
 def test_a_plugin_from_a_file_and_a_secret(forge: Forge, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code travels with the pack, and runs only if the user names it; the secret does not travel."""
     (folder / "mine").mkdir()

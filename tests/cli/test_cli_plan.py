@@ -254,6 +254,7 @@ def test_mistakes(forge: Forge, arguments: list[str], says: str) -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_what_a_run_would_be_refused_for(forge: Forge, plugins: None) -> None:
     told = forge("plan", "tiny.toml", "-p", "plan_plugins:Refusing", "--world", "2", *FOUR, fails=2).err
     assert "this executor wants several parts" in told
@@ -304,6 +305,7 @@ def test_each_parameter_is_where_its_placement_says(forge: Forge) -> None:
     assert counts["total"] == sum(counts["by_module"].values()) == planned(forge)["parameters"]["total"]
 
 
+@pytest.mark.slow
 def test_the_expected_bytes_beside_what_is_counted(forge: Forge) -> None:
     plan = planned(forge, *SPLIT)
     assert plan["expected_bytes"].keys() == {"tp", "dp_shard"}
@@ -326,6 +328,7 @@ def test_micro_batches_between_the_first_and_the_last_count_too(forge: Forge) ->
     assert nine - four == 5 * (four - three)
 
 
+@pytest.mark.slow
 def test_recompute_keeps_less_and_computes_more(forge: Forge) -> None:
     layers = ("-s", "decoder.layers=4")
     kept, recomputed = planned(forge, *layers), planned(forge, *layers, "-p", "ac")

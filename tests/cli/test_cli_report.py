@@ -178,6 +178,7 @@ def test_what_happened_to_a_run(forge: Forge, folder: Path, first: Path) -> None
     assert page.asked == ["a href=runs/first/a%20trace.html", "a href=runs/first/trace.json"]
 
 
+@pytest.mark.slow
 def test_a_page_of_a_hundred_long_runs_is_small(forge: Forge, folder: Path, first: Path) -> None:
     template, lines = metrics(first)[-1], []
     for step in range(1, 901):

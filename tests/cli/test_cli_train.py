@@ -204,6 +204,7 @@ def test_a_run_that_diverges(forge: Forge) -> None:
     assert "Training diverged" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_an_interrupted_run_saves_and_says_how_to_go_on(folder: Path) -> None:
     """By Ctrl-C; tests/kernel/test_engine.py knows the other signals."""

@@ -49,6 +49,7 @@ def test_how_it_ends(
     assert (found["agree"], found["undecided"]) == (code == 0, says.startswith("Undecided"))
 
 
+@pytest.mark.slow
 def test_weights_that_are_there_are_what_is_verified(forge: Forge) -> None:
     forge("train", "tiny.toml", "--name", "first", "--quiet")
     own = ("verify", "tiny.toml", "--against", "precision=bf16", "--steps", "1", "--json")

@@ -36,6 +36,7 @@ def imports(folder: Path) -> list[str]:
     return sorted(one.name for one in place.iterdir() if one.is_dir()) if place.is_dir() else []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model")
 def test_defaults_follow_from_what_is_asked_of_the_run(forge: Forge) -> None:
     pairs = ("-p", "dpo,text_pairs", "-s", "text_pairs.path=pairs.jsonl")
@@ -53,6 +54,7 @@ def test_a_required_option_is_seen(forge: Forge, folder: Path) -> None:
     assert shown(forge, "hf", "-p", "distill", *CHATS, "-s", f"distill.weights={teacher}")["distill.share"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model")
 def test_one_import_serves_whatever_trains_it(forge: Forge, folder: Path) -> None:
     forge("config", "show", "hf", *CHATS)
@@ -76,6 +78,7 @@ def test_a_mistake_is_told_before_anything_is_imported(forge: Forge, folder: Pat
     assert imports(folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model")
 def test_a_new_head_is_in_the_import_with_its_classes(forge: Forge, folder: Path) -> None:
     (folder / "labels.jsonl").write_text('{"text": "say", "label": "no"}\n', encoding="utf-8")
@@ -141,6 +144,7 @@ def test_a_run_that_keeps_a_part_imports_what_it_starts_from(forge: Forge, folde
     assert len(imports(folder)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model")
 def test_a_run_that_is_named_as_a_folder_is_told_how_to_start_from_it(forge: Forge, folder: Path) -> None:
     pairs = ("-p", "dpo,text_pairs", "-s", "text_pairs.path=pairs.jsonl", "-s", "text_pairs.held_out=0", *TWO)

@@ -28,6 +28,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return dict(open_model(run, device="cpu").module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["runs/base", "runs/base/checkpoints/step-00000006"])
 def test_starts_where_the_run_ended(forge: Forge, folder: Path, base: Path, path: str) -> None:
     forge("train", "--from", path, *HERE, *STILL, "--name", "tuned", "--quiet")
@@ -39,6 +40,7 @@ def test_starts_where_the_run_ended(forge: Forge, folder: Path, base: Path, path
     assert (values["train.sequence"], values["train.steps"], values["moe.experts"]) == (16, 2, 3)
 
 
+@pytest.mark.slow
 def test_an_adapter_keeps_its_updates_alone(forge: Forge, folder: Path, base: Path) -> None:
     """Without `checkpoint.only`, which a Hugging Face folder needs."""
     forge("train", "--from", "runs/base", "-p", "lora", *HERE, "--name", "tuned", "--quiet")

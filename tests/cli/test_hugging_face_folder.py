@@ -47,6 +47,7 @@ def test_what_is_no_such_folder(forge: Forge, folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_trained_straight_from_the_folder(forge: Forge, folder: Path, model: Path) -> None:
     sets = ("train.steps=2", "train.global_batch=2", "train.micro_batch=2", "train.evaluate_batches=1")
     values = [word for one in sets for word in ("-s", one)]
@@ -91,6 +92,7 @@ def test_text_that_the_model_has_not_learned_to_read_is_told(forge: Forge, folde
     assert "Did you mean" in forge("generate", misspelt(folder), fails=2).err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", [(), ("-p", "hf")])
 @pytest.mark.parametrize("kind", ["pieces", "merges", "none"])
 def test_a_folder_without_tokenizer_json_is_never_silently_read_as_bytes(
@@ -150,6 +152,7 @@ def strange(folder: Path) -> str:
     return "strange"
 
 
+@pytest.mark.slow
 def test_adapted_from_the_folder(forge: Forge, folder: Path, model: Path) -> None:
     """The import has no adapters; what is trained has nothing else."""
     values = [word for one in ("lora.rank=2", "train.global_batch=2", "train.steps=2") for word in ("-s", one)]

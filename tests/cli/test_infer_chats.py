@@ -174,6 +174,7 @@ def test_what_would_stay_unread_is_refused(
     assert "has 'messages' and 'prompt', of which one is read; leave out the others." in both
 
 
+@pytest.mark.slow
 def test_a_template_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from forge_train_tools.inference.output_file import OutputFile
 
@@ -198,6 +199,7 @@ def test_a_template_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert unused in refusal(tmp_path, {"text": "say one"}, more=("--template", "plain"))
 
 
+@pytest.mark.slow
 def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no turn of the assistant" in refusal(tmp_path, {"messages": [USER]})
     assert "role is 'robot'" in refusal(tmp_path, {"messages": [{"role": "robot", "content": "x"}]})

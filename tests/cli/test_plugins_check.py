@@ -38,6 +38,7 @@ def plugins(forge_plugins: Installed) -> Installed:
     return forge_plugins
 
 
+@pytest.mark.slow
 def test_one_plugin_is_shown_with_every_check(plugins: Installed, capsys: pytest.CaptureFixture[str]) -> None:
     plugins.restore()
     assert run(["plugins", "check", "watching"]) == 0
@@ -59,6 +60,7 @@ def test_a_broken_plugin_is_marked_and_the_others_are_checked(
     assert "2 of 2 fail: broken, forgetful" in shown
 
 
+@pytest.mark.slow
 def test_json_is_one_object_with_every_check(plugins: Installed, capsys: pytest.CaptureFixture[str]) -> None:
     plugins.restore()
     plugins.add_broken("broken", "no_such_module:Thing")
@@ -89,6 +91,7 @@ def test_the_users_mistakes_end_with_2_or_a_failed_check(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_check_writes_a_report_and_a_badge(
     plugins: Installed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

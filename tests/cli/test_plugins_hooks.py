@@ -49,6 +49,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("site")
 def test_the_hooks_of_the_page_work(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = toys.run(tmp_path / "runs", "judge", "length", steps=1)
@@ -59,6 +60,7 @@ def test_the_hooks_of_the_page_work(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not [one for one in found.values() if one.status == "fail"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("site")
 def test_it_lists_who_declares_calls_and_implements() -> None:
     said = forge("plugins", "hooks").out
@@ -106,6 +108,7 @@ def test_a_module_may_call_the_hooks_that_it_declares(site: Path) -> None:
     assert rows["score"].callers == rows["on_verdict"].callers == ("judge",)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_for_it(site: Path) -> None:
     (site / "judge" / "__init__.py").write_text("raise SystemExit('imported')", encoding="utf-8")
     code = f"""

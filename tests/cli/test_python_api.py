@@ -342,6 +342,7 @@ class TestTheScreen:
         assert "Plugin 'tp' does nothing here" in caplog.text
 
 
+@pytest.mark.slow
 def test_plans() -> None:
     before = state()
     made = plan("tiny.toml", {"train.micro_batch": 1}, world=2)

@@ -69,6 +69,7 @@ def losses_at_evaluation(run: TinyRun) -> list[float]:
     return [event["loss"] for event in run.events if event["event"] == "evaluation"]
 
 
+@pytest.mark.slow
 def test_it_conforms() -> None:
     assert_conforms("ema", strict=True)
 

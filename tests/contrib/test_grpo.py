@@ -44,10 +44,12 @@ ALL: dict[str, Any] = {
 """What there is to differ. Answers to each prompt lie in slices of two ranks of context parallelism."""
 
 
+@pytest.mark.slow
 def test_it_conforms(tmp_path: Path) -> None:
     assert_conforms("grpo", grpo_cases.settings(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_reward_rises(run_forge: RunForge, tmp_path: Path) -> None:
     config = grpo_cases.settings(
         tmp_path, **{"grpo.group": 8, "train.global_batch": 32, "grpo.tokens": 2, "adamw.lr": 0.1}
@@ -62,6 +64,7 @@ def test_the_reward_rises(run_forge: RunForge, tmp_path: Path) -> None:
     assert {"prompt", "answer", "reward"} <= lines[0].keys()
 
 
+@pytest.mark.slow
 def test_steps_do_not_depend_on_micro_batches(run_forge: RunForge, tmp_path: Path) -> None:
     """Nor on the number of answers that are generated at a time."""
     found = []
@@ -267,6 +270,7 @@ def test_a_chat_is_answered(run_forge: RunForge, tmp_path: Path) -> None:
     assert line["prompt"].endswith("Assistant:")
 
 
+@pytest.mark.slow
 def test_as_many_samples_as_were_asked_for_are_kept(run_forge: RunForge, tmp_path: Path) -> None:
     """One step has eight answers in two groups."""
     for samples, kept in ((1, 1), (4, 4), (6, 6), (100, 8)):

@@ -73,6 +73,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_another_model_is_refused_in_a_sentence(
     ranks: Pool, run_forge: RunForge, tmp_path: Path, judge: str, name: str
@@ -139,6 +140,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 HELLO = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
+@pytest.mark.slow
 def test_a_chat_is_judged_as_the_model_learned_to_read_it(
     run_forge: RunForge, tmp_path: Path, words: dict[str, Any]
 ) -> None:

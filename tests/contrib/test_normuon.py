@@ -11,6 +11,7 @@ from forge_train_kit.optim import MatrixOptimizer
 from forge_train_tools.testing import assert_conforms
 
 
+@pytest.mark.slow
 def test_it_conforms() -> None:
     assert_conforms("normuon", strict=True)
 

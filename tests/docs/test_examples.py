@@ -171,6 +171,7 @@ class TestTheTutorial:
         sys.modules.pop("forge_train_norm_guard", None)
         return importlib.import_module("forge_train_norm_guard").NormGuard
 
+    @pytest.mark.slow
     def test_the_check_finds_the_missing_state_and_nothing_else(self, versions: list[str], files: Path) -> None:
         from forge_train_tools.testing import check
 

@@ -90,6 +90,7 @@ def test_a_line_is_found_for_what_stands_around_its_numbers() -> None:
             matching.matched(wrong, printed)
 
 
+@pytest.mark.slow
 def test_the_picture_shows_what_the_preset_shows_now() -> None:
     """And a model that has learned more than pairs of bytes predict."""
     settings = ("train.steps=2", "train.evaluate_batches=1", f"text.path={ROOT / 'docs'}")

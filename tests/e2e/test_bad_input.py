@@ -282,6 +282,7 @@ def test_a_run_folder_that_can_not_be_written(place: str) -> None:
     assert "can't write the run folder" in message
 
 
+@pytest.mark.slow
 def test_a_name_that_is_something_else(here: Path) -> None:
     (here / "runs" / "photos").mkdir(parents=True)
     (here / "runs" / "photos" / "cat.jpg").touch()

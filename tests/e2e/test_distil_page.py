@@ -17,6 +17,7 @@ SMALL = "run.device=cpu;train.steps=20;train.global_batch=4;train.evaluate_every
 """The page's share is for a teacher that knows its text, and this one is random."""
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_a_desk(tmp_path, monkeypatch)
     (tmp_path / "student.toml").write_text(blocks(PAGE, "toml")[0], encoding="utf-8")

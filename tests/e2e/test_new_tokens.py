@@ -62,6 +62,7 @@ def base(run: str) -> str:
     return str(tomllib.loads(Path(run, "config.toml").read_text(encoding="utf-8"))["train"]["init_from"])
 
 
+@pytest.mark.slow
 def test_rows_are_added_trained_alone_and_exported(place: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -134,6 +135,7 @@ def test_a_class_of_transformers_whose_head_is_tied(place: Path) -> None:
     assert not [one for one in held if "lm_head" in one]
 
 
+@pytest.mark.slow
 def test_beside_an_adapter(place: Path) -> None:
     """The rows are trained in full, the adapter with them, and nothing else; an export has both."""
     from transformers import AutoModelForCausalLM

@@ -16,6 +16,7 @@ PAGE = "new-tokens.md"
 SMALL = "run.device=cpu;train.steps=2;train.global_batch=4;train.sequence=32;train.evaluate_every=0;text.held_out=0"
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

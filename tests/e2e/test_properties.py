@@ -191,6 +191,7 @@ def test_mutated_files(folder: Path, table: dict[str, Any]) -> None:
             assert left_out or taken(config, path, value), (path, value)
 
 
+@pytest.mark.slow
 @usual
 @given(text=st.text(max_size=60) | st.binary(max_size=40), at=st.integers(0, 400), cut=st.integers(0, 30))
 @example(text="\ufeff", at=0, cut=0)

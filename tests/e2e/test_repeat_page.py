@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.e2e]
 PAGE = "repeat.md"
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shorter = "run.device=cpu;train.sequence=64;decoder.layers=1;decoder.dim=32"

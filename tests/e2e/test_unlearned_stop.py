@@ -63,6 +63,7 @@ HEAD = ("-s", 'lora.tune=["head"]')
 ROWS = ("-p", "new_rows", "-s", f"new_rows.ids=[{END}]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "words", "says"),
     [

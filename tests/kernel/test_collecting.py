@@ -34,6 +34,7 @@ def test_a_device_has_collections_at_fixed_steps(monkeypatch: pytest.MonkeyPatch
     assert collections(monkeypatch, 1000, active=False) == []
 
 
+@pytest.mark.slow
 def test_an_error_gives_collections_back() -> None:
     with pytest.raises(ValueError, match="a step"), meter.scheduled_collections(active=True):
         raise ValueError("a step")

@@ -713,6 +713,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Sig
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_signal_from_outside_ends_with_75(tmp_path: Path) -> None:
     process = started(tmp_path)
@@ -739,6 +740,7 @@ def hears_the_first(process: Any) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = started(tmp_path)

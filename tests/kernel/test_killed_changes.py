@@ -188,6 +188,7 @@ def test_what_a_kill_leaves_of_a_removal_is_removed_whatever_the_name_before(
     assert [path.name for path in last.parent.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_rolls_back_is_the_uninterrupted_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_plugin_s_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [line["keeps.best"] for line in run.metrics] == [INF] * 4, "the lines that were cut and kept as well"
 
 
+@pytest.mark.slow
 def test_nothing_else_writes_json() -> None:
     """`json.dumps` writes bare NaN; it is left to what is read back at once, or is for the screen."""
     allowed = {

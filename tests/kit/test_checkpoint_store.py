@@ -161,6 +161,7 @@ def trials(tmp_path: Path, place: Path, fails: Any) -> Iterator[tuple[Sent, bool
     raise AssertionError("it never came to an end")
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_once_at_any_call_is_asked_again(tmp_path: Path, place: Path) -> None:
     count = 0
     for sent, _ in trials(tmp_path, place, lambda number, at: number == at):
@@ -169,6 +170,7 @@ def test_a_store_that_fails_once_at_any_call_is_asked_again(tmp_path: Path, plac
     assert count > 40  # so many calls there are
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_from_any_call_on_keeps_a_whole_checkpoint(tmp_path: Path, place: Path) -> None:
     seen = []
     for sent, last in trials(tmp_path, place, lambda number, at: number >= at):

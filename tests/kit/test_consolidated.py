@@ -246,6 +246,7 @@ def test_copies_hold_them_too(tmp_path: Path) -> None:
     assert tensors(fetched).keys() == tensors(path).keys()
 
 
+@pytest.mark.slow
 def test_commands_say_the_same_of_either_format(tmp_path: Path) -> None:
     forms = ("sharded", "safetensors")
     runs = {form: tiny_models.trained(tmp_path, f"checkpoint.format={form}", f"run.name={form}") for form in forms}

@@ -115,6 +115,7 @@ def test_mixing_is_a_permutation() -> None:
 DROPOUT = {"decoder.dropout": 0.2, "decoder.embedding_dropout": 0.1}
 
 
+@pytest.mark.slow
 def test_micro_batches_and_recomputation_change_nothing(run_forge: RunForge) -> None:
     plain = run_forge(config=DROPOUT)
     assert plain.losses != run_forge().losses

@@ -149,6 +149,7 @@ class TestMegatron:
         refused("several modalities", megatron(tmp_path / "pictures", modes=True))
         refused("holds no tokens", megatron(tmp_path / "empty", []))
 
+    @pytest.mark.slow
     def test_opens_an_index_of_10_million_documents_at_once(self, tmp_path: Path) -> None:
         documents = 10_000_000
         with (tmp_path / "corpus.bin").open("wb") as file:

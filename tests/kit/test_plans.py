@@ -104,6 +104,7 @@ def _rank(barrier: object, made: object) -> None:
     rows(corpus(0))
 
 
+@pytest.mark.slow
 def test_ranks_share_one_plan() -> None:
     context = multiprocessing.get_context("spawn")
     barrier, made = context.Barrier(3), context.Value("i", 0)

@@ -175,6 +175,7 @@ class TestBrokenSamples:
         assert failed.value.type == "data"
         assert loader.state_dict()["sequences"] == 4, "the run can continue from before it"
 
+    @pytest.mark.slow
     @MODES
     def test_the_next_one_stands_in_on_any_ranks_and_after_a_resume(
         self, make: Callable[..., StreamLoader], mode: Any
@@ -213,6 +214,7 @@ class TestWorkersThatEnd:
         ):
             next(loader)
 
+    @pytest.mark.slow
     def test_one_that_is_killed_is_started_anew(self, make: Callable[..., StreamLoader], tmp_path: Path) -> None:
         rows = OddRows(100, {7: "killed"}, once=tmp_path / "once")
         loader = make(rows, Prefetch(workers=2, kind="processes", on_error="skip"))
@@ -222,6 +224,7 @@ class TestWorkersThatEnd:
         with pytest.raises(ForgeError, match=r"sample 6 .* It was the second time"):
             next(again)
 
+    @pytest.mark.slow
     def test_a_process_that_hangs_is_ended(self, make: Callable[..., StreamLoader], tmp_path: Path) -> None:
         late = Prefetch(workers=1, kind="processes", deadline=5)
         with pytest.raises(

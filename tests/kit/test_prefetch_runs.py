@@ -32,6 +32,7 @@ def skips(found: TinyRun) -> list[float | None]:
     return [line.get("odd_data.skipped") for line in found.metrics]
 
 
+@pytest.mark.slow
 @pytest.mark.unit
 def test_numbers_do_not_depend_on_how_it_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = {mode: run(tmp_path, mode, config=SKIP, steps=4) for mode in MODES}
@@ -83,6 +84,7 @@ def counted(folder: str) -> tuple[list[float], list[float | None]]:
     return found.losses, skips(found)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_count_what_both_left_out(ranks: Pool, tmp_path: Path) -> None:
     alone = run(tmp_path, config=SKIP, steps=4)
@@ -91,6 +93,7 @@ def test_two_ranks_count_what_both_left_out(ranks: Pool, tmp_path: Path) -> None
         assert found == skips(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.extended), signal.SIGINT])
 def test_a_run_that_is_told_to_stop_saves_and_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:

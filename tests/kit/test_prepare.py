@@ -97,6 +97,7 @@ def wanted(texts: Path, out: Path, **options: Any) -> Preparation:
     return Preparation((str(texts),), out, **{"held_out": 0.2, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_document_once_for_any_number_of_workers(texts: Path, tmp_path: Path, workers: int) -> None:
     manifest = prepare(wanted(texts, tmp_path / "out", workers=workers), Report())
@@ -234,6 +235,7 @@ def test_what_only_a_look_inside_shows(texts: Path, tmp_path: Path) -> None:
         prepare(wanted(texts, tmp_path / "none", maps=("length:least=9999",)), Report())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_broken_line_is_told_or_left_out(texts: Path, tmp_path: Path, workers: int) -> None:
     with (texts / "05.jsonl").open("a") as file:
@@ -262,6 +264,7 @@ def test_a_full_disk(texts: Path, tmp_path: Path) -> None:
     assert not (out / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_a_trained_tokenizer_is_the_same_each_time(texts: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         prepare(wanted(texts, tmp_path / name, train_tokenizer=300, workers=1 + (name == "two")), Report())

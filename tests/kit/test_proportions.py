@@ -44,6 +44,7 @@ def test_any_window_has_the_weights(weights: dict[str, float], seed: int, start:
     check_window(Proportions(weights, seed), weights, start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [UNEVEN, ROUNDED, {"only": 3}, {f"s{at}": 1 + at for at in range(100)}])
 def test_any_window_of_real_mixtures_has_the_weights(weights: dict[str, float]) -> None:
     mixture = Proportions(weights, seed=5)
@@ -124,6 +125,7 @@ def play(several: list[tuple[int, dict[str, float]]], seed: int) -> list[str]:
     return [mixture.names[at] for at in mixture.at(np.arange(2000, dtype=np.int64))[0].tolist()]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     phases(), st.dictionaries(st.sampled_from(["s0", "s1", "s2", "s3", "s4"]), st.integers(0, 600)), st.integers(0, 99)

@@ -119,6 +119,7 @@ def taken(loaders: list[StreamLoader], batches: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "workers"),
     few(
@@ -353,6 +354,7 @@ class TestMixture:
         assert sum(row[0] >= 2000 for row in rows) in (9, 10, 11)
         assert after.state_dict()["given"]["a"] == len(mine)
 
+    @pytest.mark.slow
     @given(st.integers(0, 60), st.integers(0, 40), st.integers(1, 5), st.integers(1, 5))
     @settings(deadline=None, max_examples=30)
     def test_caps_count_what_was_really_given(self, first: int, more: int, weight: int, other: int) -> None:

@@ -66,6 +66,7 @@ def test_a_loss_is_the_weighted_mean_in_training_and_evaluation(tmp_path: Path, 
     assert tokens[2] == tokens[0] + tokens[1] > 0, "tokens are counted, whatever they weigh"
 
 
+@pytest.mark.slow
 def test_processes_that_read_ahead_weigh_alike(tmp_path: Path) -> None:
     inline = tuned(tmp_path / "inline", (0.25, 1.5))
     ahead = {"sft.prefetch.workers": 2, "sft.prefetch.kind": "processes"}
@@ -84,6 +85,7 @@ def mixed(folder: Path, weights: tuple[float, float], *plugins: Any) -> TinyRun:
     return run_forge(["mixture", *plugins], config, steps=1, without=["text"], folder=folder)
 
 
+@pytest.mark.slow
 def test_a_mixture_weighs_the_source_that_has_weights(tmp_path: Path) -> None:
     weights = 0.25, 1.5
     runs = [mixed(tmp_path / str(at), one) for at, one in enumerate(((1, 0), (0, 1), (1, 1), weights))]
@@ -124,6 +126,7 @@ class Unweighted(Plugin):
         return ChunkedCrossEntropy().__call__
 
 
+@pytest.mark.slow
 def test_who_can_t_weigh_is_refused(tmp_path: Path) -> None:
     other = "messages have weights other than 0 and 1, and plugin 'other', which provides the task, does not weigh lab"
     loss = "messages have weights other than 0 and 1, and plugin 'unweighted', which provides the loss, can't weigh la"

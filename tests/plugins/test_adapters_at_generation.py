@@ -129,6 +129,7 @@ def test_a_run_of_some_weights_whose_base_was_moved(models: Path, tmp_path: Path
     assert not torch.equal(found, open_model(run_, set=values).logits(IDS))
 
 
+@pytest.mark.slow
 def test_the_command(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(models)
 

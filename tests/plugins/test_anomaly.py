@@ -75,6 +75,7 @@ def ranges(run: TinyRun) -> list[tuple[int, int]]:
     return [(step, first // 4) for step, (first, _), _ in run.plugin("poison").steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 3])
 def test_each_policy_for_nan(tmp_path: Path, every: int) -> None:
     """At a random step that is neither saved nor, for the second case, logged."""
@@ -127,6 +128,7 @@ class Jump(toys.ToyData):
         return loader
 
 
+@pytest.mark.slow
 def test_a_rolled_back_run_is_one_that_never_had_the_batch(tmp_path: Path) -> None:
     """Also if it is killed on the way back, or stopped later."""
     back = train(tmp_path / "back", anomaly__not_finite="roll_back", poison__at=6)

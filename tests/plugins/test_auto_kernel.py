@@ -194,6 +194,7 @@ def test_a_list_that_can_not_be_is_refused(kernels: tuple[str, ...], says: str, 
         run_forge([Auto], {"auto.kernels": kernels})
 
 
+@pytest.mark.slow
 def test_measuring_leaves_torchs_random_state_alone_and_finds_what_is_slow(run_forge: RunForge) -> None:
     run = run_forge([Auto])
     shape = measuring.Shape(run.job, KernelCapabilities(documents=True, head_dims=(8,)))

@@ -144,6 +144,7 @@ def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
         encoder_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_a_frozen_encoder_and_its_features(tmp_path: Path) -> None:
     """Features are computed once, and the encoder is that of the folder after training and in a checkpoint."""
     pillow = pytest.importorskip("PIL.Image")

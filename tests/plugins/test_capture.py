@@ -48,6 +48,7 @@ def test_no_number_changes_and_nothing_is_recorded_twice(more: list[str], tmp_pa
     assert all(ours[key].equal(theirs[key]) for key in ours)
 
 
+@pytest.mark.slow
 def test_reductions(tmp_path: Path) -> None:
     def kept(reduce: str) -> dict[str, Tensor]:
         return captured(train(str(tmp_path), "decoder", [], {"capture.reduce": reduce}, name=reduce)["run"])[0]

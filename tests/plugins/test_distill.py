@@ -143,6 +143,7 @@ def test_a_teacher_is_looked_for_before_data(run_forge: RunForge, tmp_path: Path
         run_forge(["distill"], {"distill.weights": "nobody", "text.path": str(tmp_path / "short.txt")})
 
 
+@pytest.mark.slow
 def test_a_student_writes_and_is_evaluated_and_its_teacher_may_move(tmp_path: Path) -> None:
     settings = {"train.steps": 2, "train.global_batch": 2, "train.sequence": 32, "decoder.layers": 1, "decoder.dim": 32}
     options = [part for key, value in settings.items() for part in ("-s", f"{key}={value}")]

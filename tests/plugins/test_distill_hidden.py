@@ -139,6 +139,7 @@ def test_hidden_states_come_near_and_the_loss_counts_them(
         assert line["loss"] == pytest.approx(line["distill.divergence"] + 20 * line["distill.hidden"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_recomputed_layers_learn_the_same_and_a_run_repeats(run_forge: RunForge, teacher: str, tmp_path: Path) -> None:
     plain = trained(run_forge, teacher, tmp_path / "a", distill__hidden=LAYERS, checkpoint__every=4)
     again = trained(run_forge, teacher, tmp_path / "b", ("ac",), distill__hidden=LAYERS, ac__mode="full")
@@ -177,6 +178,7 @@ def test_mistakes_are_told(
         trained(run_forge, teacher, tmp_path, **layers, **more)
 
 
+@pytest.mark.slow
 def test_a_narrower_student_learns_a_projection_that_its_export_leaves_out(
     run_forge: RunForge, teacher: str, tmp_path: Path
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_plan_neither_reads_nor_fills_the_folder(run_forge: RunForge, teacher:
     assert not (tmp_path / "logits").exists()
 
 
+@pytest.mark.slow
 def test_one_folder_serves_many_students_in_any_order(run_forge: RunForge, teacher: str, tmp_path: Path) -> None:
     base = {"distill__stored": str(tmp_path / "logits"), "distill__top_k": 4, "train__evaluate_every": 2}
     run_forge(["distill"], settings(teacher, **base), steps=1, folder=tmp_path / "a")

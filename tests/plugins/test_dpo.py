@@ -252,6 +252,7 @@ def base(begun: Path, tmp_path: Path) -> str:
     return str(shutil.copytree(begun, tmp_path / "base"))
 
 
+@pytest.mark.slow
 def test_the_reference_is_where_the_run_started_and_stays_there(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     fast = {"adamw__lr": 1e-2, "train__init_from": base, "dpo__beta": 0.5}
     run = trained(run_forge, tmp_path, steps=12, train__evaluate_every=12, checkpoint__every=6, **fast)
@@ -308,6 +309,7 @@ def test_held_out_margins_grow_and_the_model_stays_near_its_reference(
     assert 1 < estimates[1] < estimates[0] / 4 < 100
 
 
+@pytest.mark.slow
 def test_a_reference_keeps_the_values_that_it_was_saved_with(
     run_forge: RunForge, base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -338,6 +340,7 @@ def test_a_reference_with_experts_keeps_its_values_too(
     assert f"The model of {other} keeps its own moe.top_k." in caplog.text
 
 
+@pytest.mark.slow
 def test_the_reference_has_no_adapter_of_the_model(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     """The run's own model without its updates, or, if its weights are named, a second one: to the bit the same."""
     more = {"adamw__lr": 1e-2, "train__init_from": base, "dpo__beta": 0.5}
@@ -369,6 +372,7 @@ def test_a_reference_with_its_adapter_on_is_told(
         trained(run_forge, tmp_path, steps=4, plugins=["lora"], **more)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_with_updates_is_not_its_own_reference(
     run_forge: RunForge, base: str, tmp_path: Path
 ) -> None:
@@ -520,6 +524,7 @@ def test_a_reference_of_another_vocabulary_is_refused(run_forge: RunForge, tmp_p
         trained(run_forge, tmp_path, steps=1, dpo__weights=other, dpo__reference={"decoder": {"vocabulary": 300}})
 
 
+@pytest.mark.slow
 def test_a_plan_reads_no_stored_reference(tmp_path: Path) -> None:
     (tmp_path / "reference.json").write_text("{}", encoding="utf-8")
     for task, data in (("dpo", "text_pairs"), ("kto", "text_feedback")):

@@ -150,6 +150,7 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     assert len(find(str(tmp_path / "two" / "train"), key="k")) == 1
 
 
+@pytest.mark.slow
 @given(
     lines=st.lists(st.tuples(st.integers(0, 80), st.sampled_from(["\n", "\r\n", "\n\n", "\n  \n"])), max_size=40),
     size=st.integers(1, 200),

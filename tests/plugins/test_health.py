@@ -25,6 +25,7 @@ from forge_train_tools.testing import Pool
 pytestmark = [pytest.mark.unit]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [7, 525, 4095])
 def test_the_known_product_is_one(size: int) -> None:
     one, other, answer = known_product(size)
@@ -275,6 +276,7 @@ def looked(folder: str) -> list[list[str]]:
         return [[one.name, one.status] for one in health.look(dist, Path(folder), 1e9)]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_find_the_same(ranks: Pool, tmp_path: Path) -> None:
     one, other = ranks.run("test_health:looked", 2, timeout=120, folder=str(tmp_path))

@@ -47,6 +47,7 @@ def values(kind: str, **more: Any) -> dict[str, Any]:
     return {**found, **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_neox", "bloom"])
 def test_a_run_is_resumed_evaluated_and_exported(run_forge: RunForge, tmp_path: Path, kind: str) -> None:
     settings = values(kind, **{"text.isolate": kind not in hf_models.JOINED})

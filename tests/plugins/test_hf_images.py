@@ -86,6 +86,7 @@ LESS = marked(list(hf_images.KINDS), ["llava", "internvl", "qwen2_vl", "qwen3_vl
 """CI has one class with tiles, and one that counts positions along three axes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LESS)
 def test_texts_are_those_of_the_class_also_after_an_export(kind: str, tmp_path: Path) -> None:
     theirs = hf_images.reference(kind).eval()
@@ -204,6 +205,7 @@ def test_what_a_processor_gives_beside_pixels_is_named(tmp_path: Path) -> None:
         Processor(str(folder))
 
 
+@pytest.mark.slow
 def test_pixels_have_the_dtype_that_the_run_computes_in(tmp_path: Path) -> None:
     """Idefics3 casts them to that of its first weight, which a run keeps in fp32."""
     folder = hf_images.saved(tmp_path / "folder", "idefics3")

@@ -198,6 +198,7 @@ def values(run: TinyRun) -> Iterator[Tensor]:
     return (one.detach() for one in run.model.parameters())
 
 
+@pytest.mark.slow
 def test_stopped_runs_repeat_to_the_bit_with_any_cache(tmp_path: Path) -> None:
     """Before, at and after the thaw; cold, and with what the other runs kept."""
 

@@ -256,6 +256,7 @@ def test_a_step_of_a_run_is_that_of_the_paper(run_forge: RunForge, base: str, tm
         assert float((one - other).norm()) <= 1e-5 * float(other.norm()), name
 
 
+@pytest.mark.slow
 def test_no_micro_batch_changes_a_step(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     more = {"train__init_from": base, "adamw__lr": 3e-3, "kto__beta": 0.3, "train__evaluate_every": 4}
     runs = [
@@ -307,6 +308,7 @@ def test_it_learns_and_a_stopped_run_continues_bit_for_bit(run_forge: RunForge, 
         assert one.equal(other), name
 
 
+@pytest.mark.slow
 def test_the_reference_has_no_adapter_of_the_model(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     """The run's own model without its updates, or, if its weights are named, a second one: to the bit the same."""
     more = {"adamw__lr": 1e-2, "train__init_from": base, "kto__beta": 0.5, "plugins": ["lora"]}
@@ -332,6 +334,7 @@ def test_a_reference_with_its_adapter_on_is_told(
         trained(run_forge, tmp_path, steps=4, plugins=["lora"], **more)
 
 
+@pytest.mark.slow
 def test_dropout_leaves_the_reference_point_alone(run_forge: RunForge, base: str, tmp_path: Path) -> None:
     """The updates are 0 in the first step, so that only noise could make z0 differ; the noise of a step is its own."""
     more = {"train__init_from": base, "plugins": ["lora"], "lora__dropout": 0.5, "kto__beta": 0.5, "adamw__lr": 1e-2}

@@ -109,6 +109,7 @@ def test_rows_with_magnitudes_too(tmp_path: Path) -> None:
         torch.testing.assert_close(merged(IDS).logits, found, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_resumed_it_is_the_run_that_went_through(tmp_path: Path) -> None:
     base = run_forge(steps=2, folder=tmp_path, name="base").run
     config = {"train.init_from": str(base), "lora.base": "nf4", "lora.base_block": 8}

@@ -38,6 +38,7 @@ def gradients(model: nn.Module, out: Tensor) -> dict[str, Tensor]:
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
 def test_peft_has_the_same_logits_and_gradients_as_the_run_and_its_export(tmp_path: Path, model: str) -> None:
     groups = "lora.groups=[{match = '*.up', rank = 2, alpha = 5.0}, {match = '*.down', rank = 8}]"
@@ -84,6 +85,7 @@ def test_an_export_whose_update_peft_would_lose_is_refused(tmp_path: Path) -> No
         export_adapter(run, tmp_path / "adapter")
 
 
+@pytest.mark.slow
 def test_an_adapter_of_forge_is_continued(tmp_path: Path) -> None:
     """It is written again as it was: gate and up have factors of their own."""
     settings = ("lora.rank=4", "lora.alpha=8.0", "lora.modules=['*.experts.*', '*.q']")

@@ -221,6 +221,7 @@ def test_a_new_run_on_an_adapter_is_its_own_reference(tmp_path: Path) -> None:
     assert not updated_already(begun(tmp_path / "hf", *PISSA))
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_to_the_bit(tmp_path: Path) -> None:
     start = run_forge(steps=2, folder=tmp_path, name="base").run
     config = {"train.init_from": str(start), "lora.start": "pissa", "lora.rank": 4}

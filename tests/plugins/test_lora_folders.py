@@ -67,6 +67,7 @@ def test_files_that_are_cut_off_are_named(tmp_path: Path) -> None:
         started(tmp_path / "hf", f"lora.adapter={tmp_path / 'adapter'}")
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
     export_adapter(trained(tmp_path / "one"), tmp_path / "adapter")
     second = trained(tmp_path / "two", f"lora.adapter={tmp_path / 'adapter'}")
@@ -103,6 +104,7 @@ def test_ranks_and_alphas_by_pattern_of_peft_are_continued(tmp_path: Path) -> No
     torch.testing.assert_close(own, norm([one.grad for one in theirs.parameters() if one.grad is not None]))
 
 
+@pytest.mark.slow
 def test_an_adapter_with_magnitudes_is_written_again_as_it_was(tmp_path: Path) -> None:
     settings = ("lora.rank=4", "lora.dora=true", "lora.groups=[{match='*.q', rank=2, alpha=3.0}]")
     first = trained(tmp_path / "one", *settings)

@@ -74,6 +74,7 @@ def test_logits_and_gradients_are_those_of_peft(adapter: Path, plugins: tuple[st
     torch.testing.assert_close(logits(narrow, IDS).float(), expected, rtol=0, atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_it_and_is_written_again(adapter: Path) -> None:
     """What is saved are the copies; a merged export has them in the base's places."""
     folder = adapter.parent
@@ -91,6 +92,7 @@ def test_a_run_goes_on_from_it_and_is_written_again(adapter: Path) -> None:
     torch.testing.assert_close(logits(again, IDS), logits(ours, IDS), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_has_no_place_is_refused(adapter: Path) -> None:
     folder, key = adapter.parent, f"lora.adapter={adapter}"
     with pytest.raises(ConfigError, match=r"lora\.tune: 'head' has an update already"):

@@ -214,6 +214,7 @@ def test_what_follows_stays_in_its_document_and_its_row() -> None:
     assert loose[0].tolist() == [*ids[0, 3:].tolist(), 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_accuracy_counts_what_would_be_guessed(tmp_path: Path) -> None:
     run = trained(tmp_path, steps=60, config={"adamw.lr": 0.02})
     first, last = run.metrics[0], run.metrics[-1]

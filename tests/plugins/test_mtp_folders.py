@@ -47,6 +47,7 @@ def names_in(folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_deepseeks_layout_has_them_behind_the_last_layer(tmp_path: Path) -> None:
     run = trained(tmp_path, "run", (*PLUGINS, "mtp"), {**DEEPSEEK, "mtp.depths": 2})
     folder = tmp_path / "hf"

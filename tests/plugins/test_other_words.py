@@ -68,6 +68,7 @@ def trained(tmp_path: Path) -> Callable[..., Any]:
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["distill", "dpo"])
 def test_it_is_refused(tmp_path: Path, trained: Callable[..., Any], task: str) -> None:
     other = trained(tokenizer(tmp_path / "other"), []).run

@@ -43,6 +43,7 @@ class Renamed(Plugin):
         return LMHead(spec)
 
 
+@pytest.mark.slow
 def test_a_head_that_computes_something_else_is_not_written(run_forge: RunForge, tmp_path: Path) -> None:
     """A file in Hugging Face layout describes one product, so a reader would compute other logits."""
     capped = {"decoder.logit_soft_cap": 5.0, "decoder.logit_divisor": 2.0, "decoder.architecture": ""}

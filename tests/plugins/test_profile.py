@@ -22,6 +22,7 @@ from forge_train_tools.testing import Pool, RunForge
 from hot_path import Watch, counting, waits
 
 
+@pytest.mark.slow
 def test_the_steps_that_were_asked_for_and_their_operations(run_forge: RunForge, tmp_path: Path) -> None:
     run = run_forge(["profile"], {"profile.start": 3, "profile.steps": 2}, steps=6, folder=tmp_path)
     with gzip.open(run.run / "artifacts" / "profile" / "trace-rank-0.json.gz", "rt") as file:

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.unit
 VISION = {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
 
 
+@pytest.mark.slow
 def test_logits_gradients_and_texts_are_those_of_transformers(tmp_path: Path) -> None:
     config = transformers.Qwen2VLConfig(vision_config=VISION, **around())
     model = fakes.initialised(transformers.Qwen2VLForConditionalGeneration(config).eval())

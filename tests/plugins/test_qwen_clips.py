@@ -163,6 +163,7 @@ def agree(opened: Any, model: Any, folder: Path, seconds: list[float] | None) ->
     assert answer.split() == [WORDS[one] for one in new if one < len(WORDS) and WORDS[one] not in ("</s>", *SPECIAL)]
 
 
+@pytest.mark.slow
 def test_logits_gradients_and_texts_are_those_of_transformers(theirs: Any, tmp_path: Path) -> None:
     model = reference()
     model.config.vision_config.tokens_per_second = PER_SECOND

@@ -143,6 +143,7 @@ def compare_gradients(module: Any, theirs: Any, folder: Path) -> None:
 TIED = pytest.param({"tie_word_embeddings": True}, marks=pytest.mark.extended, id="tied")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, TIED])
 def test_logits_gradients_and_texts_are_those_of_transformers(more: dict[str, Any], tmp_path: Path) -> None:
     theirs = reference(**more)

@@ -112,6 +112,7 @@ def test_the_largest_is_named() -> None:
     assert one.value(one.sums, one.maxima) == {"mean": 2.5, "max": 4.5, "rank": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_slow_rank_is_named(ranks: Pool, tmp_path: Path) -> None:
     lines = ranks.run(resource_cases.train, 2, folder=str(tmp_path))

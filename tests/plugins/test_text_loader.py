@@ -117,6 +117,7 @@ class TestOrder:
     def test_seeds_differ(self) -> None:
         assert not torch.equal(take(loader(seed=1), 10), take(loader(seed=2), 10))
 
+    @pytest.mark.slow
     @given(
         ranks=st.integers(1, 5), micro_batch=st.integers(1, 5), start=st.integers(0, 70), new_ranks=st.integers(1, 5),
         new_micro_batch=st.integers(1, 5),
