@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import warm
 from forge_cli import DECODER, TESTS, Ended, environment, forge, one_message
 from forge_train import Finished
 from forge_train.compose.initialise import allocate
@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.e2e]
 DRIVER = """
 import contextlib, io, json, os, pathlib, sys
 
-import torch
 from forge_train_cli.app import run
 
 folder = pathlib.Path(sys.argv[1])
@@ -40,7 +39,7 @@ for name, arguments in json.loads(sys.argv[2]).items():
         os._exit(0)
     os.wait()
 """
-"""Runs each of several commands in a child, so that one cap does not bind the next, with one import of torch."""
+"""Runs each of several commands in a child, so that one cap does not bind the next."""
 
 WIDE = (
     *("-s", "decoder.dim=64", "-s", "decoder.layers=2", "-s", "decoder.max_sequence=1024"),
@@ -72,9 +71,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ended(folder: Path) -> dict[str, Ended]:
     """How each of the runs did."""
     runs = {name: ["train", "capped.toml", "--quiet", "--name", name, *more] for name, more in CASES.items()}
-    driver = [sys.executable, "-c", DRIVER, str(folder), json.dumps(runs)]
-    done = subprocess.run(driver, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    (folder / "driver.py").write_text(DRIVER, encoding="utf-8")
+    driver = [sys.executable, "-m", "driver", str(folder), json.dumps(runs)]
+    with warm.Popen(driver, cwd=folder, env=environment()) as process:
+        assert process.wait() == 0
     return {name: Ended(*json.loads((folder / f"{name}.json").read_text())) for name in runs}
 
 
