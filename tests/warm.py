@@ -295,6 +295,7 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     importlib.import_module("torch._dynamo.utils").compile_times()  # which every end asks for, and imports for it
+    importlib.import_module("forge_train_tools.launching.agent").hasten_rendezvous()  # of torchrun, too
     gc.freeze()  # half a million objects, which no collection has to look at again
     _run(_serve(control), list(sys.path))
 

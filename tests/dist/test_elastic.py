@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import toys
 from forge_cli import environment, forge, forge_process, one_message
 from forge_train.engine import train
 from forge_train.run.records import read
+from forge_train_tools.launching.agent import hasten_rendezvous
 from forge_train_tools.launching.launch import Ended, Restart, WorkerCommand, launch
 
 pytestmark = [pytest.mark.dist]
@@ -81,6 +85,24 @@ def test_a_run_that_a_restart_would_not_continue(
         monkeypatch.setenv(key, value)
     train(toys.setup(folder=tmp_path, config={"train.steps": 1, "run.name": name}), run_dir=tmp_path / "runs")
     assert ("A restart by torchrun begins a new run" in caplog.text) is warned
+
+
+@pytest.mark.unit
+def test_torch_names_who_tells_an_event_without_reading_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holder(dynamic_rendezvous._BackendRendezvousStateHolder):
+        def __init__(self) -> None:
+            vars(self)["_settings"] = SimpleNamespace(run_id="1")
+
+        def sync(self) -> None:
+            self._record("synced")
+
+    names: list[str] = []
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", dynamic_rendezvous.get_method_name)
+    monkeypatch.setattr(dynamic_rendezvous, "construct_and_record_rdzv_event", lambda name, **_: names.append(name))
+    monkeypatch.setattr(inspect, "stack", None)
+    hasten_rendezvous()
+    Holder().sync()
+    assert names == ["Holder.sync"]
 
 
 def test_what_min_nproc_may_be(tmp_path: Path) -> None:
