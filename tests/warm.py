@@ -37,6 +37,22 @@ PRELOADED = (
     *("forge_train_kit.model", "forge_train_kit.optim", "forge_train_cli.app", "forge_train_tools.configuration.setup"),
     *("forge_train_tools.saver", "forge_train_tools.launching.training"),
     *("forge_train_tools.launching.agent", "forge_train_tools.offline.opening", "forge_train_tools.verification"),
+    *("forge_train_cli.train", "forge_train_cli.runs", "rich.console", "pydantic.type_adapter", "pydantic.main"),
+    *(
+        "torch.nn.attention.bias",
+        "torch._subclasses.schema_check_mode",
+        "torch.profiler._cupti_monitor",
+        "encodings.idna",
+    ),
+    *("forge_train_kit.activations", "forge_train_kit.peaks", "forge_train_kit.data.tokenizers.byte"),
+    *("forge_train_plugins.models._decoder.build", "forge_train_plugins.models._decoder.heads"),
+    *("forge_train_plugins.models._decoder.huggingface", "forge_train_plugins.models._decoder.families.quantised"),
+    *("forge_train_plugins.data._text.corpus", "forge_train_plugins.data._text.ordered"),
+    *("forge_train_plugins.tasks._cross_entropy", "forge_train_plugins.attention._gqa"),
+    *("forge_train_plugins.attention._sdpa", "forge_train_plugins.feed_forward._swiglu"),
+    *("forge_train_plugins.models._lm_head", "forge_train_plugins.parallel._sequential"),
+    *("forge_train_plugins.schedules.curves", "forge_train_plugins.resilience._out_of_memory"),
+    *("forge_train_plugins.observers._tensorboard", "forge_train_plugins.optimizers.adamw"),
 )
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORKS = sys.platform == "linux"

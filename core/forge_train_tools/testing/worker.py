@@ -25,21 +25,17 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 PATIENCE = timedelta(days=1)
 """For a collective: the pool ends ranks that hang, and knows whether they only wait for a core."""
+IMPORTED = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed._tools", "torch.distributed.tensor.debug"),
+    *("pydantic.dataclasses", "pydantic.type_adapter", "tomlkit", "forge_train.engine"),
+    *("forge_train_kit.data.plugin", "forge_train_kit.data.items", "forge_train_kit.data.loader"),
+    *("forge_train_kit.data.tokenizers.added", "forge_train_kit.model", "forge_train_kit.optim"),
+    *("forge_train_tools.configuration.setup", "forge_train_tools.saver", "forge_train_tools.testing.runs"),
+    "forge_train_tools.verification.record",
+)
+"""What ranks need, imported once for all."""
 FORKS = sys.platform == "linux"
 """Elsewhere the system's own libraries do not bear it."""
-
-PRELOADED = (
-    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed._tools", "torch.distributed.tensor.debug"),
-    *("forge_train.engine", "forge_train_kit.data.plugin", "forge_train_kit.data.items", "forge_train_kit.data.loader"),
-    *(
-        "forge_train_kit.data.tokenizers.added",
-        "forge_train_kit.model",
-        "forge_train_kit.optim",
-        "pydantic.dataclasses",
-    ),
-    *("tomlkit", "forge_train_tools.testing.runs", "forge_train_tools.verification.record", "forge_train_tools.saver"),
-)
-"""Modules that ranks would otherwise import one by one."""
 
 
 def main() -> None:
@@ -54,7 +50,7 @@ def main() -> None:
 def _start_ranks(control: socket.socket) -> dict[str, Any] | None:
     """Do what the pool asks for until it is gone; in a rank that was forked, what `_serve` is to be given."""
     if FORKS:
-        for name in PRELOADED:
+        for name in IMPORTED:
             importlib.import_module(name)
         gc.freeze()  # half a million objects, which no collection has to look at again
     while (got := socket.recv_fds(control, 4096, 3))[0]:
