@@ -14,6 +14,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import toys
+import warm
 from forge_cli import environment, forge, forge_process, one_message
 from forge_train.engine import train
 from forge_train.run.records import read
@@ -140,6 +141,7 @@ def _launched(
 
     notes = folder / "attempts"
     task = WorkerCommand("dying:dies_closing", {"attempts": str(notes), "code": code}, folder / "launch", folder)
-    ended = launch(task, nproc, max_restarts=2, on_restart=tell)
+    with warm.ranks():
+        ended = launch(task, nproc, max_restarts=2, on_restart=tell)
     assert not list(task.folder.glob(".*")), "nothing is left over"
     return notes.read_text(encoding="utf-8").count("again"), told, ended
