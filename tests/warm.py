@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,13 @@ def started() -> _Parent:
     if _parent is None:
         _parent = _Parent.started()
     return _parent
+
+
+def preload(*names: str) -> None:
+    """Have what begins from here on begin with more modules: for tests whose processes all import them."""
+    if FORKS:
+        with _lock:
+            started().fork({"import": names}, [])
 
 
 class Popen(subprocess.Popen[Any]):
@@ -217,6 +224,10 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
     """Fork for as long as somebody asks; in a process that was forked, what it is to do."""
     while (got := socket.recv_fds(control, 1 << 20, 3))[0]:
         asked, files = json.loads(got[0]), got[1]
+        if "import" in asked:
+            _import(asked["import"])
+            control.sendall(b"0")
+            continue
         read, write = os.pipe()
         if (between := os.fork()) == 0:
             own = os.getpid()
@@ -304,15 +315,19 @@ def _keep_apart(launcher: int) -> None:
         os._exit(0)
 
 
+def _import(names: Iterable[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
+    gc.freeze()  # half a million objects, which no collection has to look at again
+
+
 def main() -> None:
     """Be the process that forks."""
     control, caller = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     _keep_apart(caller)
-    for name in PRELOADED:
-        importlib.import_module(name)
+    _import(PRELOADED)
     importlib.import_module("torch._dynamo.utils").compile_times()  # which every end asks for, and imports for it
     importlib.import_module("forge_train_tools.launching.agent").hasten_rendezvous()  # of torchrun, too
-    gc.freeze()  # half a million objects, which no collection has to look at again
     _run(_serve(control), list(sys.path))
 
 

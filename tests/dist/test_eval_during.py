@@ -11,6 +11,7 @@ import pytest
 
 import eval_tasks
 import forge_cli
+import warm
 from crossed import marked
 from forge_cli import forge, one_message
 
@@ -77,6 +78,7 @@ KEPT = ("--quiet", "-s", "checkpoint.every=2")
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that asks tasks, and one that does not."""
+    warm.preload("lm_eval.evaluator", "lm_eval.tasks")
     folder = tmp_path_factory.mktemp("during")
     eval_tasks.write_desk(folder)
     (folder / "scored.toml").write_text(eval_tasks.TOML.partition("[words]")[0], encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import eval_tasks
+import warm
 from forge_cli import forge, one_message
 
 pytest.importorskip("lm_eval")
@@ -60,6 +61,7 @@ WORDS = [word for name in TASKS for word in ("--task", f"{name}.yaml")]
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, its export, the tasks, and what one process says of the run."""
+    warm.preload("lm_eval.evaluator", "lm_eval.tasks")
     folder = tmp_path_factory.mktemp("harness")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
