@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,9 +73,11 @@ def test_a_hang_is_ended_and_shows_where(ranks: Pool, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(pool._Worker, "reply", reply)
     monkeypatch.setattr(hanging, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(hanging, "stacks", lambda process: f"stacks of {process}")
     with pytest.raises(PoolError, match=r"rank 1 hung for 600 s") as error:
         ranks.run(pool_cases.hang_on, 2, rank=1)
     assert "in hang_on" in str(error.value)
+    assert f"stacks of {before[1]['process']}" in str(error.value)
     assert "rank 0" not in str(error.value)
     after = ranks.run(pool_cases.gather, 2)
     assert not {reply["process"] for reply in after} & {reply["process"] for reply in before}
@@ -122,6 +125,18 @@ def test_threads_of_one_stack_are_shown_once() -> None:
         "1 × python",
         "    read",
     ]
+
+
+def test_the_debugger_is_asked_for_the_stacks_of_a_process() -> None:
+    """Of a small one: for a rank it reads all of torch's symbols."""
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as small:
+        assert small.stdout
+        small.stdout.readline()
+        told = hanging.stacks(small.pid)
+    installed = shutil.which("gdb") is not None
+    shown = r"1 × python\S*\n    \w|gdb: .*ptrace" if installed else "Its stacks in C.. would be here if gdb were"
+    assert re.match(shown, told, re.DOTALL), told
 
 
 class OutOfTime(BaseException):
