@@ -176,6 +176,9 @@ def checked(
         return check_collectives(setup, world=world, folder=folder / "none")
 
 
+ONE = {"decoder.layers": 1}
+
+
 def at(job: Job, axis: str) -> int:
     return job.dist.mesh("dense", axis).get_local_rank()
 
@@ -214,7 +217,7 @@ class Careless(Plugin):
 
 @pytest.mark.slow
 def test_planted_faults_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = checked(monkeypatch, tmp_path, 4, ("fsdp2", "tp", Careless), {"parallel.tp": 2})
+    found = checked(monkeypatch, tmp_path, 4, ("fsdp2", "tp", Careless), {"parallel.tp": 2, **ONE})
     sides = {fault.kind: next(one for one in fault.sides if one.call) for fault in found.faults}
     expected = {"skipped": ("forward", "tp"), "shape": ("backward", "dp_shard"), "dtype": ("optimizer", "dp_shard")}
     assert sides.keys() == expected.keys()
@@ -267,7 +270,7 @@ class TwoOrders(Plugin):
 
 @pytest.mark.slow
 def test_two_orders_are_a_deadlock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = checked(monkeypatch, tmp_path, 4, ("fsdp2", "tp", TwoOrders), {"parallel.tp": 2})
+    found = checked(monkeypatch, tmp_path, 4, ("fsdp2", "tp", TwoOrders), {"parallel.tp": 2, **ONE})
     (fault,) = found.faults
     assert fault.kind == "deadlock"
     assert {one.ranks for one in fault.sides} == {"first along tp", "last along tp"}
