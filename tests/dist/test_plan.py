@@ -138,7 +138,7 @@ def test_is_what_a_rank_holds_and_sends(ranks: Pool, planned: Any, tmp_path: Pat
 
 def test_layouts_are_planned_in_turn(planned: Any) -> None:
     """A mesh of the first equals one of the second in shape, but its process groups are gone."""
-    experts = {**TINY, "moe.experts": 8, "parallel.ep": 2}
+    experts = {**TINY, "moe.experts": 8, "parallel.ep": 2, "decoder.layers": 1}
     over_tp = ("tiny", 4, ("moe", "ep", "tp"), {**experts, **TP2})
     first = planned(*over_tp)
     other = planned("tiny", 4, ("moe", "ep"), experts)
@@ -154,8 +154,9 @@ LONG = {
     "decoder.heads": 4,
     "decoder.kv_heads": 4,
     "decoder.head_dim": 8,
+    "decoder.layers": 1,
 }
-FEATURES, LAYERS = 4 * 8, 2
+FEATURES, LAYERS = 4 * 8, 1
 """Of queries, as of keys and of values."""
 WAYS: dict[str, tuple[dict[str, str], int]] = {
     "gather": ({"all_gather": "keys, values", "reduce_scatter": "their gradients"}, 2 * 2 * FEATURES),

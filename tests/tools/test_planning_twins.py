@@ -19,6 +19,7 @@ FOUR = {
     "run.device": "cpu",
     "train.evaluate_every": 0,
     "train.micro_batch": 1,
+    "train.global_batch": 4,
     "decoder.layers": 4,
     "decoder.dim": 32,
     "parallel.pp": 4,
@@ -33,7 +34,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any], int, int]] = {
 """Ranks, plugins and configuration; how often a stage is composed and rehearsed where two of four may be alike."""
 
 
-@pytest.mark.parametrize("case", marked(CASES, ["tied, sharded", "a group for the first"]))
+@pytest.mark.parametrize("case", marked(CASES, ["tied, sharded"]))
 def test_is_the_plan_of_all_stages(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
