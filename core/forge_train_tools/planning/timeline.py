@@ -79,13 +79,13 @@ class Timeline:
     def in_flight(self, rank: int) -> dict[int, int]:
         """Part of a rank → the most micro-batches at once whose activations it keeps."""
         found = dict.fromkeys(self.timetable.parts_of(rank), 0)
-        for kept in _kept(self.timetable, rank):
-            found = {part: max(most, kept[part]) for part, most in found.items()}
+        for one in kept(self.timetable, rank):
+            found = {part: max(most, one[part]) for part, most in found.items()}
         return found
 
     def activations(self, rank: int) -> float:
         """The most bytes of activations that a rank keeps at once."""
-        held = (sum(self.costs[part].keeps * n for part, n in kept.items()) for kept in _kept(self.timetable, rank))
+        held = (sum(self.costs[part].keeps * n for part, n in one.items()) for one in kept(self.timetable, rank))
         return max(held)
 
     @cached_property
@@ -153,7 +153,7 @@ def _path(rows: Sequence[Sequence[Span]], before: dict[Span, Span | None]) -> li
     return path[::-1]
 
 
-def _kept(timetable: Timetable, rank: int) -> Iterable[dict[int, int]]:
+def kept(timetable: Timetable, rank: int) -> Iterable[dict[int, int]]:
     """After each forward pass of a rank: part → micro-batches whose activations are kept."""
     kept = dict.fromkeys(timetable.parts_of(rank), 0)
     for one in timetable.actions(rank):

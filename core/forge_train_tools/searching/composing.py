@@ -54,12 +54,13 @@ class Point:
     """A line through two rehearsals: what a model takes by its number of repetitions.
 
     Of memory, in bytes beyond parameters, buffers and the optimizer's state, the most at once: `top`, until the last
-    unit's backward pass has ended; `end`, from the first unit's, beyond gradients; `update`, in the optimizer's step.
-    Each grows evenly with the units, which the largest of them does not. At rest: `parameters`, `buffers`,
-    `gradients`, `optimizer`, `unsharded`. Of work: `flops` of kernels, those of modules with a peak of their own once
-    more as `flops KEY`, bytes of the kernels `between` products, and how many `kernels` there are. Of communication, by
-    kind and axes: `calls KIND AXES` and `held KIND AXES`. What a backward pass takes without the gradients of weights
-    has the same names with `AGAIN` before them, and `recomputed` are its kernels that compute a forward pass again.
+    unit's backward pass has ended, and `inside` while it runs; `end`, from the first unit's, beyond gradients;
+    `update`, in the optimizer's step. Each grows evenly with the units, which the largest of them does not. At rest:
+    `parameters`, `buffers`, `gradients`, `optimizer`, `unsharded`. Of work: `flops` of kernels, those of modules with a
+    peak of their own once more as `flops KEY`, bytes of the kernels `between` products, and how many `kernels` there
+    are. Of communication, by kind and axes: `calls KIND AXES` and `held KIND AXES`. What a backward pass takes without
+    the gradients of weights has the same names with `AGAIN` before them, and `recomputed` are its kernels that compute
+    a forward pass again.
     """
 
     rest: Numbers
@@ -216,7 +217,13 @@ def _moments(recorded: Recorded, units: Sequence[str], rest: int, gradients: int
     before = [at for at, name in recorded.reached if name == units[-2]] if len(units) > 1 else []
     last = [at for at, name in recorded.reached if units and name == units[0]]
     top, bottom = (before[-1] if before else end), (last[-1] if last else 0)
-    return {"top": max(levels[: top + 1]) - rest, "end": max(levels[bottom:]) - rest - gradients}
+    first = [at for at, name in recorded.reached if units and name == units[-1]]
+    inside = max(levels[first[-1] if first else 0 : top + 1])
+    return {
+        "top": max(levels[: top + 1]) - rest,
+        "inside": inside - rest,
+        "end": max(levels[bottom:]) - rest - gradients,
+    }
 
 
 def configured(config: Config, sizes: Sizes, micro_batch: int, accumulation: int) -> Config:

@@ -70,17 +70,20 @@ class Forms(Laws):
         (top, top_rest), (end, end_rest) = (
             [self._number(kinds, c, name, per) for per in ("unit", "rest")] for name in ("top", "end")
         )
+        # What the ends keep, as a unit keeps by its weights; the rest of their part is of the unit that is at work.
+        ends = min(top[0] * self._ends(c.tp, c.ep, c.etp), top_rest[0]) if top[0] > 0 else top_rest[0]
+        # On a rank without the head: the unit whose backward pass runs, recomputed or not.
+        inside = max(top[1], self._number(kinds, c, "inside", "rest")[1])
         buffers, grown = self._buffers(), self._gradients(kinds)
         spread = (c.shards, c.expert_shards) if self._is_shared(kinds, c) else (1, 1)
         fullest, peak = 0.0, 0.0
         for held, own, one in self._filled(c.tp, c.ep, c.etp, spread, schedule):
-            inside = top[1]  # of a rank without the head: the unit whose backward pass runs
+            working, last = (top_rest[1], end_rest[1]) if one.head else (inside, inside)
             most = max(
-                top[0] * one.repeats + top[1] * one.flying + top_rest[0] * own + (top_rest[1] if one.head else inside),
-                held * grown + (end[0] + end[1]) * one.repeats + end_rest[0] * own
-                + (end_rest[1] if one.head else inside),
+                top[0] * one.repeats + top[1] * one.flying + top_rest[0] - ends * (1 - own) + working,
+                held * grown + (end[0] + end[1]) * one.repeats + end_rest[0] * own + last,
                 update * held,
-            )  # fmt: skip
+            )
             if held + buffers + state * held + most > peak:
                 fullest, peak = held, held + buffers + state * held + most
         return Memory(fullest, state * fullest, peak)

@@ -73,6 +73,7 @@ class Laws:
             "_sizes",
             "_held",
             "_loose",
+            "_ends",
             "rows_left",
         ):
             setattr(self, name, cache(getattr(self, name)))
@@ -140,7 +141,7 @@ class Laws:
         weights = self._fixed(kinds, name, per, several, c.tp, c.ep, c.etp)
         if c.accumulation > 1 and (name == "top" or (name == "end" and self._unsharded(kinds))):
             retained = self._retained(kinds, name, per, several) * self._share(per, c.tp, c.ep, c.etp)
-            shared = name == "top" and not self._unsharded(kinds) and self._is_shared(kinds, c)
+            shared = name == "top" and several and not self._unsharded(kinds) and self._shards(kinds)
             weights += retained * 2 / c.shards if shared else retained
         return weights, c.micro_batch * self._tokens(kinds, name, per, c.tp, c.cp, c.ep, c.etp)
 
@@ -186,6 +187,12 @@ class Laws:
         sizes = [one.bytes for one in self.weights(tp, ep, etp).entries]
         ends = [at for at, inside in enumerate(self.cut.repetitions) if not inside]
         return sum(sizes[at] for at in entries if at in ends) / (sum(sizes[at] for at in ends) or 1)
+
+    def _ends(self, tp: int, ep: int, etp: int) -> float:
+        """Weights outside of the repeating units over those of a unit."""
+        weights: Weights = self.weights(tp, ep, etp)
+        inside = sum(one.bytes for one, times in zip(weights.entries, self.cut.repetitions, strict=True) if times)
+        return (weights.bytes - inside) / inside * sum(self.cut.repetitions) if inside else 0.0
 
     def rows_left(self, tp: int, ep: int, etp: int, shards: int) -> bool:
         """Return True if the rows of some parameter on a rank do not divide into shards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,7 +12,7 @@ from forge_train import ConfigError, Model
 from forge_train.plugin import hookspecs
 from forge_train_kit.pipeline.timetable import PipelineExecutor, Timetable, Work
 
-from ..planning.timeline import PartCost, Timeline, simulate
+from ..planning.timeline import PartCost, Timeline, kept, simulate
 from .composing import ENOUGH, Composer
 from .variants import Variant
 
@@ -24,8 +25,8 @@ class Schedule:
     """The time of a step over that of a rank's own work."""
     placement: tuple[int, ...]
     """Part → its rank."""
-    in_flight: tuple[tuple[float, ...], ...]
-    """Rank → the most micro-batches at once whose activations are kept, of each of its parts."""
+    in_flight: tuple[tuple[tuple[int, ...], ...], ...]
+    """Rank → micro-batches of each of its parts whose activations are kept, at every moment that may be the fullest."""
     split: tuple[tuple[float, ...], ...]
     """Rank → the share of micro-batches with an input gradient of its own, of each of its parts. The first part gets
     token ids, which have none."""
@@ -83,9 +84,17 @@ def _read(timeline: Timeline, stretch: float | None) -> Schedule:
         )
         for rank in ranks
     ]  # fmt: skip
-    flying = tuple(tuple(float(n) for n in timeline.in_flight(rank).values()) for rank in ranks)
+    flying = tuple(_fullest(kept(table, rank)) for rank in ranks)
     split = tuple(tuple(_split(table, rank, part) for part in table.parts_of(rank)) for rank in ranks)
     return Schedule(timeline.stretch if stretch is None else stretch, place, flying, split, tuple(borders))
+
+
+def _fullest(moments: Iterable[Mapping[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Moments at which no other has as many of each part but the last, and more of that."""
+    most: dict[tuple[int, ...], int] = {}
+    for *others, last in (moment.values() for moment in moments):
+        most[tuple(others)] = max(most.get(tuple(others), 0), last)
+    return tuple((*others, last) for others, last in most.items())
 
 
 def _split(table: Timetable, rank: int, part: int) -> float:

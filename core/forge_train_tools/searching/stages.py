@@ -71,9 +71,10 @@ class Cut:
     def _holding(self, schedule: Schedule | None, rank: int) -> Holding:
         parts = self._parts(schedule, rank)
         repeats = [sum(self.repetitions[at] for at in part) for part in parts]
-        flying = schedule.in_flight[rank] if schedule else (1.0,)
+        moments = schedule.in_flight[rank] if schedule else ((1,),)
         split = schedule.split[rank] if schedule else (0.0,)
         entries = tuple(at for part in parts for at in part)
-        kept, apart = (sum(n * one for n, one in zip(repeats, times, strict=True)) for times in (flying, split))
+        kept = max(sum(n * one for n, one in zip(repeats, moment, strict=True)) for moment in moments)
+        apart = sum(n * one for n, one in zip(repeats, split, strict=True))
         head = sum(share for part, share in zip(parts, split, strict=True) if self.last in part)
         return Holding(entries, sum(repeats), kept, apart, self.last in entries, head)
