@@ -53,7 +53,7 @@ def source_files(ref: PluginRef) -> dict[str, Path]:
 
 
 _IMPORT = re.compile(rb"(?:^|[;:])[ \t\f]*((?:from|import)\b(?:[^\n(;\\#]|\\\r?\n)*(?:\([^)]*\))?)", re.MULTILINE)
-"""What may be an import: also text that only looks like one. To parse nothing else takes a tenth of the time."""
+"""Text that may be an import, or only looks like one. To parse nothing else takes a tenth of the time."""
 
 
 @cache

@@ -33,7 +33,7 @@ IMPORTED = (
     *("forge_train_tools.configuration.setup", "forge_train_tools.saver", "forge_train_tools.testing.runs"),
     "forge_train_tools.verification.record",
 )
-"""What ranks need, imported once for all."""
+"""Modules that ranks need, imported once for all."""
 FORKS = sys.platform == "linux"
 """Elsewhere the system's own libraries do not bear it."""
 
