@@ -15,15 +15,18 @@ import pytest
 from forge_train.base.errors import ConfigError
 from forge_train.mesh.layout import Layout
 from forge_train.mesh.world import World
+from forge_train_kit.pipeline.cuts import Cost
 from forge_train_tools.planning import plan
 from forge_train_tools.planning.clusters import Cluster, Link, cluster
 from forge_train_tools.planning.on_cuda import kernels_of_cuda
 from forge_train_tools.planning.stages import look_at_stages
 from forge_train_tools.searching.candidates import Candidate, layouts, micro_batches
 from forge_train_tools.searching.forms import Memory, Sent
+from forge_train_tools.searching.schedules import Schedule, fullest
 from forge_train_tools.searching.search import chosen, nothing_fits, rank, search, setup_of
 from forge_train_tools.searching.space import Space
 from forge_train_tools.searching.speed import Speed, speed
+from forge_train_tools.searching.stages import Cut
 from forge_train_tools.searching.variants import Variant
 from searched import composes, every_candidate, request, verdict
 
@@ -122,6 +125,16 @@ def test_an_input_gradient_that_is_computed_twice_counts_twice() -> None:
     assert space.forms.flops(one) * one.accumulation == pytest.approx(flops, rel=0.01)
     assert space.forms.between(one) == pytest.approx(moved, rel=0.1)
     assert space.forms.kernels(one) == pytest.approx(max(some.total() for some in kernels), rel=0.1)
+
+
+@pytest.mark.unit
+def test_parts_of_a_rank_are_at_their_fullest_at_different_moments() -> None:
+    """What a rank keeps at once is less than the most of each part."""
+    moments = [{0: 1, 3: 0}, {0: 3, 3: 0}, {0: 1, 3: 1}, {0: 1, 3: 2}]
+    schedule = Schedule(1.0, (0, 1, 1, 0), (fullest(moments), ((1, 1),)), ((0.0, 0.0), (0.0, 0.0)), (1, 1))
+    assert schedule.in_flight[0] == ((1, 2), (3, 0))
+    cut = Cut([Cost(1.0, 1)] * 4, [1.0] * 4)
+    assert cut.holdings(schedule)[0].flying == 3
 
 
 @pytest.mark.unit

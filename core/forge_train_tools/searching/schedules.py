@@ -84,12 +84,12 @@ def _read(timeline: Timeline, stretch: float | None) -> Schedule:
         )
         for rank in ranks
     ]  # fmt: skip
-    flying = tuple(_fullest(kept(table, rank)) for rank in ranks)
+    flying = tuple(fullest(kept(table, rank)) for rank in ranks)
     split = tuple(tuple(_split(table, rank, part) for part in table.parts_of(rank)) for rank in ranks)
     return Schedule(timeline.stretch if stretch is None else stretch, place, flying, split, tuple(borders))
 
 
-def _fullest(moments: Iterable[Mapping[int, int]]) -> tuple[tuple[int, ...], ...]:
+def fullest(moments: Iterable[Mapping[int, int]]) -> tuple[tuple[int, ...], ...]:
     """Moments at which no other has as many of each part but the last, and more of that."""
     most: dict[tuple[int, ...], int] = {}
     for *others, last in (moment.values() for moment in moments):
