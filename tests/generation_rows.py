@@ -14,7 +14,7 @@ from forge_train.contract.model import Model
 from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin import hookspecs
 from forge_train.plugin.job import Job
-from forge_train_tools.generation.drafting import Drafts
+from forge_train_tools.generation.drafts import Drafts
 from forge_train_tools.generation.engine import run
 
 

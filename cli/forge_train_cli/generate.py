@@ -85,6 +85,7 @@ def generate(
     forge generate Qwen3-0.6B --from-file questions.jsonl --out answers.jsonl
     forge generate runs/big --from-file questions.jsonl --out answers.jsonl --nproc 4 -p tp -s parallel.tp=2
     forge generate runs/first --prompt "import " --drafts 1
+    forge generate runs/first --from-file modules.jsonl --out more.jsonl --lookup 8
     forge generate runs/tuned --chat --prompt "Who are you?"
     forge generate runs/seeing --image cat.png --prompt "A picture of "
     forge generate runs/watching --item video=clip.mp4
@@ -129,7 +130,7 @@ def generate(
         "stopped": completion.stopped,
         "tokens_per_second": completion.tokens / (time.perf_counter() - started),
     }
-    if sampling.drafts:
+    if completion.drafts:
         result["drafts"] = {"proposed": completion.drafts.proposed, "accepted": completion.drafts.accepted}
     click.echo(dumps(result))
 

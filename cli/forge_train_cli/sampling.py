@@ -46,6 +46,12 @@ def _options(tokens: int) -> list[Callable[[_F], _F]]:
             metavar="N",
             help="Let the model's own modules draft N tokens at once; the answers are the same.",
         ),
+        click.option(
+            "--lookup",
+            default=0,
+            metavar="N",
+            help="Guess up to N tokens at once where the text repeats itself; the answers are the same.",
+        ),
         template_option,
         click.option(
             "--adapter",

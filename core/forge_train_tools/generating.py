@@ -43,8 +43,8 @@ def generate(
         set: values to override, as in `train`.
         nproc: local processes to use, including this one.
         options: as in `forge generate`: `tokens` (200), `temperature` (0.8), `top_k`, `top_p`, `min_p`,
-            `repetition_penalty`, `seed`, `stop` and `drafts`; and `adapters`, folder of PEFT → factor: what each adds
-            to the weights, times the factor, is added.
+            `repetition_penalty`, `seed`, `stop`, `drafts` and `lookup`; and `adapters`, folder of PEFT → factor: what
+            each adds to the weights, times the factor, is added.
 
     Returns:
         The answers, in the order of the prompts: `found.answers[0].text`.

@@ -23,7 +23,7 @@ import full_disk
 from forge_cli import Ended, forge, one_message
 from forge_train_kit.data.chats import conversation
 from forge_train_tools import generate
-from forge_train_tools.generation.drafting import Drafts
+from forge_train_tools.generation.drafts import Drafts
 from forge_train_tools.generation.rows import Choice, TextRow
 from forge_train_tools.testing import run_forge
 
@@ -280,8 +280,9 @@ def test_drafts_change_no_answer(tmp_path: Path, chat: Typed) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafts, "count", lambda self, proposed, accepted: counted.append(self))
         drafted = chat(*asked, "--drafts", 2, path=run)
-    assert drafted.out == plain.out
-    assert counted
+        looked_up = chat(*asked, "--lookup", 2, path=run)
+    assert plain.out == drafted.out == looked_up.out
+    assert {(one.tokens, one.lookup) for one in counted} == {(2, 0), (0, 2)}
     assert "can draft at most 2 tokens" in one_message(chat("", *asked[1:], "--drafts", 3, path=run), 2)
 
 

@@ -295,6 +295,7 @@ class TestBadInput:
         assert "repetition_penalty: expected" in refusal(out, "--repetition-penalty", -0.5)
         assert "stop: expected non-empty texts" in refusal(out, "--stop", "")
         assert "modules that predict further tokens; leave drafts out" in refusal(out, "--drafts", 1)
+        assert "drafts and lookup both guess the next tokens" in refusal(out, "--drafts", 1, "--lookup", 2)
         assert "--template: no prompt is a chat; add --chat" in refusal(out, "--template", "plain")
         assert "no such file or folder" in refusal(out, data="nothing.jsonl")
         assert "there is no folder" in refusal(tmp_path / "no" / "out.jsonl")

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_train import ForgeError
+from forge_train import ConfigError, ForgeError
 from forge_train.compose.compose import compose
 from forge_train_kit.data.items import ItemPrompts
 from forge_train_tools.configuration.request import Request
 from forge_train_tools.configuration.setup import resolve
 from forge_train_tools.generation import drafting
 from forge_train_tools.generation.completion import Completion
+from forge_train_tools.generation.drafts import Drafts, drafts_of
 from forge_train_tools.generation.engine import run
 from forge_train_tools.generation.sampling import Sampling
 from forge_train_tools.launching.world import here
@@ -56,6 +57,20 @@ def rows(plugins: Sequence[str], values: Sequence[str], slots: int, count: int, 
         return found
 
 
+def looked_up(plugins: Sequence[str], values: Sequence[str], slots: int, count: int) -> Any:
+    """Rows as in `rows`, then the same with guesses from their texts and how many these were; or why there are none."""
+    request = Request(plugins=tuple(plugins), without=("console", "tensorboard"), set=(*MODEL, *values))
+    with prepared(resolve(request, world=here().size), ReadOnlyRun(Path("nowhere"))) as job:
+        model = compose(job).model
+        plain = told(run(job, model, iter(requests(count)), slots=slots))
+        try:
+            drafts = drafts_of(job, model, Sampling(lookup=4))
+        except ConfigError as error:
+            return plain, str(error), (0, 0)
+        found = told(run(job, model, iter(requests(count)), slots=slots, drafts=drafts))
+        return plain, found, (drafts.proposed, drafts.accepted)
+
+
 def with_items(plugins: Sequence[str], values: Sequence[str], folder: str, slots: int) -> Any:
     """Rows of prompts with and without scans, as in `rows`."""
     request = Request(plugins=("items_data:Scans", *plugins), without=("console", "tensorboard"), set=(*MODEL, *values))
@@ -78,20 +93,20 @@ def drafted(plugins: Sequence[str], values: Sequence[str], slots: int, count: in
     with prepared(resolve(request, world=here().size), ReadOnlyRun(Path("nowhere"))) as job:
         model = compose(job).model
         drafting.check(job, model, drafts)
-        told_ = drafting.Drafts(drafts)
+        told_ = Drafts(drafts)
         guesses: list[tuple[list[int], list[int]]] = []
-        guess = drafting.Guessing._guessed
+        guess = drafting.ModuleGuesser._guessed
 
-        def kept(self: drafting.Guessing, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        def kept(self: drafting.ModuleGuesser, rows: Sequence[Sequence[int]]) -> list[list[int]]:
             found = guess(self, rows)
             guesses.extend(([*ids], [*some]) for ids, some in zip(rows, found, strict=True))
             return found
 
-        drafting.Guessing._guessed = kept  # type: ignore[method-assign]
+        drafting.ModuleGuesser._guessed = kept  # type: ignore[method-assign]
         try:
             found = told(run(job, model, iter(requests(count)), slots=slots, drafts=told_))
         finally:
-            drafting.Guessing._guessed = guess  # type: ignore[method-assign]
+            drafting.ModuleGuesser._guessed = guess  # type: ignore[method-assign]
         return found, guesses, (told_.proposed, told_.accepted)
 
 

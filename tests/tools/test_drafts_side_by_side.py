@@ -12,8 +12,9 @@ from torch import Tensor
 
 import tiny_models
 from forge_train import ConfigError, Job, Model, Plugin, hookimpl
-from forge_train_kit.model import PositionMemory, Slots
-from forge_train_tools.generation.drafting import Drafts, Guessing, check
+from forge_train_kit.model import PositionMemory, SlotCache, Slots
+from forge_train_tools.generation.drafting import ModuleGuesser, check
+from forge_train_tools.generation.drafts import Drafts
 from forge_train_tools.generation.draws import uniform
 from forge_train_tools.generation.sampling import Distribution, Sampling
 from generation_rows import Found, Greedy, generated, requests, worst
@@ -53,19 +54,21 @@ ROWS: dict[str, Callable[[], list[Greedy]]] = {
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Before each forward, all memory is NaN but for what its first tokens see of those that stay."""
+    """Before each forward, all memory is NaN but for what its first tokens see of those that stay. Where
+    columns behind a token are read with the weight 0, it is a large number instead."""
     advance = Slots.advance_by
 
     def poison(slots: Slots, counts: Sequence[int], known: Sequence[int]) -> None:
         for keeper in slots._keepers:
             assert isinstance(keeper, PositionMemory)
+            masked = keeper.window is None and (isinstance(keeper, SlotCache) or {*counts} == {1})
             for held in keeper._held:
                 stays = torch.zeros(held.shape[:2], dtype=torch.bool)
                 for row, end in enumerate(known):
                     first = max(end + 1 - keeper.window, 0) if keeper.window else 0
                     turn = keeper.window + slots.extra if keeper.window else held.shape[1]
                     stays[row, [at % turn for at in range(first, end)]] = True
-                held[~stays] = math.nan
+                held[~stays] = 1e10 if masked else math.nan
         advance(slots, counts, known)
 
     monkeypatch.setattr(Slots, "advance_by", poison)
@@ -76,18 +79,19 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def know(monkeypatch: pytest.MonkeyPatch, answers: Sequence[Greedy]) -> None:
     """Have modules of random weights guess some of the next tokens right: from none to all, by the row's length."""
-    guess = Guessing._guessed
+    guess = ModuleGuesser._guessed
 
-    def guessed(self: Guessing, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    def guessed(self: ModuleGuesser, rows: Sequence[Sequence[int]]) -> list[list[int]]:
         found = guess(self, rows)
         for ids, some in zip(rows, found, strict=True):
             end = len(ids)
             answer = next(one.ids for one in answers if one.ids[:end] == [*ids])
             right = (7 * end + 3) % 4
+            some[len(answer) - end :] = []
             some[:] = [answer[end + at] if at < right else answer[end + at] ^ 1 for at in range(len(some))]
         return found
 
-    monkeypatch.setattr(Guessing, "_guessed", guessed)
+    monkeypatch.setattr(ModuleGuesser, "_guessed", guessed)
 
 
 @pytest.mark.slow
@@ -110,17 +114,17 @@ def test_rows_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, name: st
 def test_guesses_do_not_depend_on_what_is_beside_or_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What modules guess does not depend on the rows beside it, on when a row began, or on how many were right."""
     job, model = tiny_models.composed(MILD, "mtp.depths=3", plugins=("mtp",))
-    plain, guess = generated(job, model, requests(7), 3), Guessing._guessed
+    plain, guess = generated(job, model, requests(7), 3), ModuleGuesser._guessed
     found: dict[tuple[int, bool], dict[tuple[int, ...], list[int]]] = {}
     for slots, knowing in ((1, False), (1, True), (3, True)):
         known = found[slots, knowing] = {}
 
-        def kept(self: Guessing, rows: Any, known: Any = known) -> list[list[int]]:
+        def kept(self: ModuleGuesser, rows: Any, known: Any = known) -> list[list[int]]:
             guessed = guess(self, rows)
             known |= {tuple(ids): [*some] for ids, some in zip(rows, guessed, strict=True)}
             return guessed
 
-        monkeypatch.setattr(Guessing, "_guessed", kept)
+        monkeypatch.setattr(ModuleGuesser, "_guessed", kept)
         if knowing:
             know(monkeypatch, plain)
         generated(job, model, requests(7), slots, Drafts(3))

@@ -27,11 +27,12 @@ from .in_sequence import Enter, InSequence
 from .item_positions import ITEM_POSITIONS, ItemPositions, Shift, SlotShift
 from .kinds import Kinds, Note, Rows
 from .log_probabilities import answers_of, row_log_probabilities, token_log_probabilities
+from .places import filled
 from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_pooling, sum_of_slices
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, SectionedRoPE, YarnScaling
 from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .samples import gather_samples
-from .slots import PositionMemory, RowMemory, SlotCache, Slots, filled
+from .slots import PositionMemory, RowMemory, SlotCache, Slots
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, last_visible, neighbours
 from .tiled import LargestLogit, TiledAttention
 from .updates import trained_beside, updated_already, without_updates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from torch import Tensor
 UNIT = 16
 """Numbers of columns are multiples of this: torch's attention on a CPU (2.13) then sums a row's weights in the same
 order, however many masked columns follow, so that a row's numbers do not depend on the longest row beside it."""
+
+
+TOGETHER = 4
+"""Numbers of rows of a forward with one token each are multiples of this. On a CPU, products with fewer rows round
+differently (MKL), and so do elements of an exponential that do not fill a vector (torch 2.13)."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,38 @@ def of_several(
     return Places(row * columns + position, held, column.shape[1], row[:, None] * columns + column)
 
 
+@dataclass(frozen=True)
+class Run:
+    """Tokens that a kernel computes in one call, without a copy of what they see: several of one row, or one of each of
+    some rows that follow each other."""
+
+    tokens: slice
+    rows: slice
+    lengths: Tensor
+    """Number of positions that each token sees."""
+    seen: int
+    """Number of columns that these take."""
+
+
+def runs_of(tokens: Sequence[tuple[int, int]], device: torch.device) -> list[Run]:
+    """All tokens of a forward, in their order.
+
+    Args:
+        tokens: row and position of each.
+        device: of the memory.
+    """
+    counts = [(row, sum(1 for _ in some)) for row, some in groupby(row for row, _ in tokens)]
+    found, start = list[Run](), 0
+    for _, some in groupby(counts, lambda one: None if one[1] == 1 else one[0]):
+        rows = list(some)
+        stop = start + sum(count for _, count in rows)
+        lengths = [at + 1 for _, at in tokens[start:stop]]
+        span = slice(rows[0][0], rows[-1][0] + 1)
+        found.append(Run(slice(start, stop), span, torch.tensor(lengths, device=device), rounded(max(lengths))))
+        start = stop
+    return found
+
+
 def columns_of(capacity: int, window: int | None) -> int:
     """Columns of a memory for rows of this many positions."""
     return capacity if window is None else min(capacity, rounded(window))
@@ -72,3 +110,8 @@ def columns_of(capacity: int, window: int | None) -> int:
 
 def rounded(count: int, unit: int = UNIT) -> int:
     return -(-count // unit) * unit
+
+
+def filled(values: Sequence[int], filler: int) -> list[int]:
+    """The values of the rows that continue, and of those that follow them in a forward."""
+    return [*values, *[filler] * (-len(values) % TOGETHER)]

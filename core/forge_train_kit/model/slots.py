@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from .places import Places, columns_of, of_one, of_several, rounded
+from .places import TOGETHER, Places, Run, columns_of, of_one, of_several, rounded, runs_of
 
 if TYPE_CHECKING:
     from ..layers import AttentionKernel, AttentionOptions
-
-TOGETHER = 4
-"""Numbers of rows of a forward with one token each are multiples of this. On a CPU, products with fewer rows round
-differently (MKL), and so do elements of an exponential that do not fill a vector (torch 2.13)."""
 
 
 class Keeper(Protocol):
@@ -62,8 +58,11 @@ class Slots:
         """The row that begins, or None if several rows continue."""
         self.active = 0
         """Number of rows that continue, or of their tokens in the forward at hand."""
+        self._several = False
+        """True if the forward at hand has not one token of each row."""
         self._keepers: list[Keeper] = []
         self._made: dict[int | None, Places] = {}
+        self._runs: list[Run] = []
         self._newest: list[tuple[int, int]] = []
         """Row and position of each token, of several of a row."""
 
@@ -93,12 +92,14 @@ class Slots:
         """The next forward is more tokens of the first rows, `[tokens, 1]`: those of the first row, then the next's.
 
         Args:
-            counts: tokens of each row, no more than `extra` and one.
+            counts: tokens of each row, at least one and no more than `extra` and one.
             known: positions that each row has before; what is in memory behind them is forgotten.
         """
         begun = list(enumerate(zip(known, counts, strict=True)))
         self._newest = [(row, start + at) for row, (start, count) in begun for at in range(count)]
         self.row, self.active = None, len(self._newest)
+        self._several = any(count != 1 for count in counts)
+        self._runs = []
         self._made.clear()
         for row, (start, count) in begun:
             self.lengths[row] = start + count
@@ -119,10 +120,21 @@ class Slots:
             columns = columns_of(self.capacity, turn)
             self._made[window] = (
                 of_several(self._newest, columns, window, turn, self.device)
-                if self.extra
+                if self._several or (self.extra and window is not None)
                 else of_one(self.lengths[: self.active], columns, window, self.device)
             )
         return self._made[window]
+
+    @property
+    def runs(self) -> list[Run]:
+        """The tokens of the forward at hand as a CPU computes them, if a row has several; none otherwise.
+
+        A CPU takes less time for some calls of a kernel than for a copy of what each token sees.
+        """
+        if self.row is not None or not (self._several and self.joint and self.device.type == "cpu"):
+            return []
+        self._runs = self._runs or runs_of(self._newest, self.device)
+        return self._runs
 
     def turn(self, window: int | None) -> int | None:
         """Positions that are kept in turn where tokens see those of a window; None for all."""
@@ -208,6 +220,10 @@ class PositionMemory(RowMemory):
             Of rows that continue, all positions, `[rows, columns, …]`, and how many of these columns each row fills; in
             their order, unless there is a window. None for a row that begins, which has no others.
         """
+        return self._read() if self._keep(*values) else None
+
+    def _keep(self, *values: Tensor) -> bool:
+        """Keep the newest positions; True if rows continue."""
         slots, columns = self.slots, columns_of(self.slots.capacity, self._turn)
         if not self._held:
             self._held = [_memory(one, slots.count, columns, *one.shape[2:]) for one in values]
@@ -219,13 +235,24 @@ class PositionMemory(RowMemory):
                 else:
                     at = torch.arange(first, value.shape[1], device=slots.device) % self._turn
                     held[slots.row].index_copy_(0, at, value[0, first:])
-            return None
+            return False
         places = slots.places(self.window)
         for held, value in zip(self._held, values, strict=True):
             held.flatten(0, 1).index_copy_(0, places.newest, value[: slots.active, 0])
-        if places.reads is not None:
-            return [held.flatten(0, 1)[places.reads] for held in self._held], places.held
-        return [held[: slots.active, : places.seen] for held in self._held], places.held
+        return True
+
+    def _read(self) -> tuple[Sequence[Tensor], Tensor]:
+        places = self.slots.places(self.window)
+        if places.reads is not None:  # `index_select` takes a fifth of the time of an index (torch 2.13, CPU)
+            at, shape = places.reads.flatten(), places.reads.shape
+            found = [held.flatten(0, 1).index_select(0, at).view(*shape, *held.shape[2:]) for held in self._held]
+            return found, places.held
+        return [held[: self.slots.active, : places.seen] for held in self._held], places.held
+
+    def _read_by(self, run: Run) -> list[Tensor]:
+        """What the tokens of a run see, `[tokens, columns, …]`, without a copy."""
+        several = run.tokens.stop - run.tokens.start
+        return [held[run.rows, : run.seen].expand(several, *[-1] * (held.ndim - 1)) for held in self._held]
 
     def resize(self) -> None:
         columns = columns_of(self.slots.capacity, self._turn)
@@ -242,10 +269,12 @@ class SlotCache(PositionMemory):
         self, kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Any:
         """Add the newest positions, and have a kernel attend to all; as the kernel itself."""
-        found = self.add(key, value)
-        if found is None:
+        if not self._keep(key, value):
             return kernel(query, key, value, options)
-        (keys, values), lengths = found
+        if self.window is None and (runs := self.slots.runs):
+            each = ((query[one.tokens], self._read_by(one), _of_last(options, one.lengths)) for one in runs)
+            return self.slots.outward(torch.cat([kernel(some, seen[0], seen[1], own) for some, seen, own in each]))
+        (keys, values), lengths = self._read()
         query = query[: len(keys)]
         if self.slots.joint:
             return self.slots.outward(kernel(query, keys, values, _of_last(options, lengths)))
@@ -259,11 +288,6 @@ class SlotCache(PositionMemory):
 def _of_last(options: AttentionOptions, lengths: Tensor | None = None) -> AttentionOptions:
     """Options of a query that sees all keys in memory."""
     return type(options)(scale=options.scale, soft_cap=options.soft_cap, sinks=options.sinks, lengths=lengths)
-
-
-def filled(values: Sequence[int], filler: int) -> list[int]:
-    """The values of the rows that continue, and of those that follow them in a forward."""
-    return [*values, *[filler] * (-len(values) % TOGETHER)]
 
 
 def _memory(like: Tensor, *shape: int) -> Tensor:

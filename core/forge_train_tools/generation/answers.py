@@ -10,7 +10,7 @@ from typing import Any
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 
-from .drafting import Drafts
+from .drafts import Drafts
 from .engine import run
 from .requests import Request, Requests
 from .rows import Stopped, TextRow
@@ -78,7 +78,7 @@ class Answering:
         longest: tokens that the model reads at once; None for any number.
         ends: tokens that end an answer of a chat, beside the tokenizer's.
         scored: whether log-probabilities are asked for.
-        drafts: how many tokens the model drafts at once; counts them.
+        drafts: how many tokens to guess at once; counts them.
     """
 
     job: Job

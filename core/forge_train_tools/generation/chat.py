@@ -13,9 +13,9 @@ from forge_train.plugin.job import Job
 from forge_train_kit import hookspecs
 from forge_train_kit.data.items import prompts_of
 
-from . import drafting
 from .chats import ChatPrompts, shorter
 from .completion import Completion, items_of
+from .drafts import drafts_of
 from .rows import check, encode, longest
 from .sampling import Sampling
 
@@ -36,8 +36,7 @@ class Chat:
 
     def __init__(self, job: Job, model: Model, prompts: ChatPrompts, sampling: Sampling, system: str = "") -> None:
         check(job, model)
-        if sampling.drafts:
-            drafting.check(job, model, sampling.drafts)
+        drafts_of(job, model, sampling)  # so that what can't be is refused before anything is typed
         self._job, self._model, self._chats, self._sampling = job, model, prompts, sampling
         self._longest = longest(model)
         self._turns: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from forge_train.plugin.job import Job
 from forge_train_kit import hookspecs
 from forge_train_kit.data.items import ItemPrompts, prompts_of
 
-from . import drafting
+from .drafts import drafts_of
 from .engine import follow
 from .rows import Stopped, TextRow, check, encode, longest
 from .sampling import Sampling
@@ -68,9 +68,7 @@ class Completion:
         self._row = TextRow(
             0, ids, sampling, tokenizer, ends=ends, longest=longest(model), request=(request, 0), items=placed
         )
-        if sampling.drafts:
-            drafting.check(job, model, sampling.drafts)
-        self.drafts = drafting.Drafts(sampling.drafts)
+        self.drafts = drafts_of(job, model, sampling)
 
     @property
     def prompt(self) -> Sequence[int]:

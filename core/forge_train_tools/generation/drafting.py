@@ -1,12 +1,11 @@
-"""Rows of which the modules of a model's tail guess further tokens, which the model checks in one forward."""
+"""The modules of a model's tail guess the tokens after the next one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,36 +14,11 @@ from forge_train.base.errors import ConfigError
 from forge_train.contract.model import Model
 from forge_train.plugin.job import Job
 from forge_train_kit import heads, hookspecs
-from forge_train_kit.model import Slots, filled
+from forge_train_kit.model import Slots
 
-from ..offline.logits import continues
-from .forwards import Call, Forwards, replica_of
-from .memory import SideBySide, joint
+from .forwards import Forwards, replica_of
+from .guessing import Guessing, columns, slots_of, undoing
 from .sampling import likeliest
-
-if TYPE_CHECKING:
-    from .engine import Row
-
-
-@dataclass
-class Drafts:
-    """Number of tokens to draft at once, and counts of drafted and accepted ones."""
-
-    tokens: int
-    proposed: int = 0
-    """Drafted tokens."""
-    accepted: int = 0
-    """Drafted tokens that were chosen too."""
-
-    def __bool__(self) -> bool:
-        return self.tokens > 0
-
-    def count(self, proposed: int, accepted: int) -> None:
-        self.proposed += proposed
-        self.accepted += accepted
-
-    def __str__(self) -> str:
-        return f"{self.accepted:,} of {self.proposed:,} drafts accepted"
 
 
 def check(job: Job, model: Model, drafts: int) -> None:
@@ -55,9 +29,8 @@ def check(job: Job, model: Model, drafts: int) -> None:
     """
     part, lacks = drafting_part(model), ""
     try:
-        if not continues(job) or not all(hasattr(one, "new_slots") for one in model.parts):
-            raise TypeError("the attention kernel can't continue from a cache, or the model has none")
-        _caches(model, part, _slots(job, drafts, 1, 1))
+        undoing(job, model, slots_of(job, drafts, 1, 1))
+        _caches(part, _slots(job, drafts, 1, 1))
     except TypeError as error:
         lacks = str(error)
     except IndexError:
@@ -72,122 +45,89 @@ def check(job: Job, model: Model, drafts: int) -> None:
         raise ConfigError(f"This model can't undo wrong drafts: {lacks}. Leave drafts out.")
 
 
+def memory(job: Job, model: Model, forwards: Forwards, drafts: int, places: int, capacity: int) -> Guessing:
+    """Memory of rows of which the modules guess tokens.
+
+    Args:
+        job: its task computes the logits.
+        model: one that `check` accepts.
+        forwards: of the model.
+        drafts: tokens to draft at once.
+        places: most rows side by side.
+        capacity: length of the longest row so far.
+    """
+    own, slots = slots_of(job, drafts, places, capacity), _slots(job, drafts, places, capacity)
+    part = drafting_part(model)
+    guesser = ModuleGuesser(job, part, forwards, drafts, slots, _caches(part, slots))
+    return Guessing(own, undoing(job, model, own), guesser)
+
+
 def drafting_part(model: Model) -> Any:
     """The part with the modules that draft; None on a rank of a pipeline that has another."""
     return next((one for one in model.parts if isinstance(getattr(one, "tail", None), heads.Drafting)), None)
 
 
 def _slots(job: Job, drafts: int, places: int, capacity: int) -> list[Slots]:
-    """Those of the model, then those of each module, which is given tokens again whose followers were drafts."""
-    extra = (drafts, *range(drafts, 2 * drafts))
-    return [Slots(places, capacity, job.device, joint=joint(job), extra=one) for one in extra]
+    """Those of each module, which is given tokens again whose followers were drafts."""
+    return [slots_of(job, extra, places, capacity) for extra in range(drafts, 2 * drafts)]
 
 
-def _caches(model: Model, part: Any, slots: Sequence[Slots]) -> tuple[dict[int, Any], list[Any]]:
-    """Those of this rank's parts by number, and those of the modules, if it has them."""
-    parts: Sequence[Any] = model.parts
-    own = {number: one.new_slots(slots[0]) for number, one in enumerate(parts)}
-    return own, [] if part is None else [part.tail.new_slots(depth, one) for depth, one in enumerate(slots[1:])]
-
-
-def chosen(
-    rows: Sequence[Row], logits: Iterable[Tensor], guesses: Sequence[Sequence[int]]
-) -> list[tuple[int, list[Any]]]:
-    """The number of guesses of each row, and its choices: the guesses that it would have chosen, and one more.
-
-    Args:
-        rows: some.
-        logits: after the newest token of the first row, and after each of its guesses; then the next row's.
-        guesses: of each row.
-    """
-    each = iter(logits)
-    pairs = zip(rows, guesses, strict=True)
-    return [(len(some), _chosen(row, islice(each, 1 + len(some)), some)) for row, some in pairs]
-
-
-def _chosen(row: Row, logits: Iterator[Tensor], guesses: Sequence[int]) -> list[Any]:
-    if not guesses:
-        return [row.choose(next(logits))]
-    known, found = len(row.ids), list[Any]()
-    try:
-        for one, guess in zip_longest(tuple(logits), guesses):
-            found.append(row.choose(one))
-            if guess is None or found[-1].id != guess:
-                break
-            row.ids.append(guess)
-    finally:
-        del row.ids[known:]
-    return found
+def _caches(part: Any, slots: Sequence[Slots]) -> list[Any]:
+    """Those of the modules, if this rank has them."""
+    return [] if part is None else [part.tail.new_slots(depth, one) for depth, one in enumerate(slots)]
 
 
 @dataclass
 class _Row:
     """A row as the modules know it: when they were last called, its first `seen` tokens had followers that stay."""
 
-    length: int
-    """Most tokens."""
     seen: int
     given: list[Tensor]
     """Inputs of each module, `[positions, dim]`, from position `seen` − its number on, or 0."""
 
 
-class Guessing(SideBySide):
-    """Memory of rows that are given several tokens at once, as in arXiv:2211.17192; but a guess is accepted if it is
-    what the row chooses, which is the same with and without guesses.
+class ModuleGuesser:
+    """The modules of a model's tail.
 
     Before a forward the model has seen tokens 0 … n − 1 of a row, and token n was chosen. Module k, from 0, guesses
-    token n + 1 + k from the output of the module before it for the tokens up to n − 1. The forward is given token n and
-    the guesses.
+    token n + 1 + k from the output of the module before it for the tokens up to n − 1.
+
+    Args:
+        job: its task computes the logits.
+        part: of this rank with the modules; None if another rank has them.
+        forwards: of the model.
+        drafts: tokens to draft at once.
+        slots: of each module.
+        caches: of each module, if this rank has them.
     """
 
-    guesses: list[list[int]]
-    """Of each row in the forward at hand."""
-
-    def __init__(self, job: Job, model: Model, forwards: Forwards, drafts: int, places: int, capacity: int) -> None:
-        """
-        Args:
-            job: its task computes the logits.
-            model: one that `check` accepts.
-            forwards: of the model.
-            drafts: tokens to draft at once.
-            places: most rows side by side.
-            capacity: length of the longest row so far.
-        """
-        self._job, self._part, self._forwards, self._drafts = job, drafting_part(model), forwards, drafts
-        slots = _slots(job, drafts, places, capacity)
-        own, self._deep = _caches(model, self._part, slots)
-        super().__init__(slots[0], own)
-        self._deep_slots, self._known = slots[1:], list[_Row]()
+    def __init__(
+        self, job: Job, part: Any, forwards: Forwards, drafts: int, slots: Sequence[Slots], caches: Sequence[Any]
+    ) -> None:
+        self._job, self._part, self._forwards, self._drafts = job, part, forwards, drafts
+        self._slots, self._caches, self._known = slots, caches, list[_Row]()
         self._vocabulary = hookspecs.tokenizer(job).vocabulary
         self._blank = torch.empty(0)
         """Hidden states of a token, for calls that do not count: collectives wait for them."""
 
-    def begin(self, place: int, ids: Sequence[int], length: int) -> Call:
-        call = super().begin(place, ids, length)
-        call.then = partial(self._begun, place, ids, length)
-        return call
+    def begin(self, place: int, ids: Sequence[int], length: int) -> Callable[[Tensor], None]:
+        return partial(self._begun, place, ids, length)
 
-    def idle(self) -> Call:
-        call = super().idle()
-        call.then = self._begun_nothing
-        return call
+    def idle(self) -> Callable[[Tensor], None]:
+        return self._begun_nothing
 
-    def advance(self, rows: Sequence[Sequence[int]], most: int) -> list[Call]:
-        self.guesses = self._shared(None if self._part is None else self._guessed(rows))
-        if not rows:
-            return [super().idle()]
-        counts = [1 + len(some) for some in self.guesses]
-        self._slots.advance_by(counts, [len(ids) - 1 for ids in rows])
-        given = [(one, at) for ids, some in zip(rows, self.guesses, strict=True)
-                 for at, one in enumerate((ids[-1], *some), len(ids) - 1)]  # fmt: skip
-        ids, positions = self._columns(given)
-        return [Call(ids, positions, self._caches, len(given), partial(self._checked, counts))]
+    def guess(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        return self._shared(None if self._part is None else self._guessed(rows))
+
+    def checked(self, counts: Sequence[int], hidden: Tensor) -> None:
+        """The states of the guesses that stay are the first module's next inputs."""
+        for row, new in zip(self._known, torch.split(hidden[: sum(counts), 0], list(counts)), strict=True):
+            row.given[0] = new
 
     def end(self, place: int, last: int) -> None:
-        super().end(place, last)
         if self._part is None:
             return
-        for slots in self._deep_slots:
+        for slots in self._slots:
             slots.end(place, last)
         self._known[place] = self._known[last]
         del self._known[last]
@@ -199,7 +139,7 @@ class Guessing(SideBySide):
         self._blank = hidden[:, :1]
         seen, inputs = len(ids) - 1, hidden[0]
         given = []
-        for depth, slots in enumerate(self._deep_slots):
+        for depth, slots in enumerate(self._slots):
             count = max(seen - depth, 0)
             slots.grow(length)
             slots.begin(place, count)
@@ -207,21 +147,16 @@ class Guessing(SideBySide):
             if count:
                 further = torch.tensor([ids[depth + 1 : depth + 1 + count]], device=slots.device)
                 positions = torch.arange(count, device=slots.device)[None]
-                inputs = self._draft(depth, inputs[None, :count], further, positions, self._deep[depth])[0][0]
+                inputs = self._draft(depth, inputs[None, :count], further, positions, self._caches[depth])[0][0]
             else:
                 self._draft_nothing(depth)
                 inputs = inputs[:0]
-        self._known[place:] = [_Row(length, seen, given)]
+        self._known[place:] = [_Row(seen, given)]
 
     def _begun_nothing(self, hidden: Tensor) -> None:
         self._blank = hidden[:, :1]
         for depth in range(self._drafts):
             self._draft_nothing(depth)
-
-    def _checked(self, counts: Sequence[int], hidden: Tensor) -> None:
-        """The model has seen the guesses: the states of those that stay are the first module's next inputs."""
-        for row, new in zip(self._known, torch.split(hidden[: sum(counts), 0], list(counts)), strict=True):
-            row.given[0] = new
 
     # -- guesses ----------------------------------------------------------------------------------
 
@@ -240,20 +175,19 @@ class Guessing(SideBySide):
             self._keep(depth, known, after)
         for row, end in zip(self._known, known, strict=True):
             row.seen = end
-        room = [max(row.length - end - 2, 0) for row, end in zip(self._known, known, strict=True)]
-        return [ids[end + 1 :][:most] for ids, end, most in zip(tokens, known, room, strict=True)]
+        return [ids[end + 1 :] for ids, end in zip(tokens, known, strict=True)]
 
     def _called(self, depth: int, tokens: Sequence[list[int]], known: Sequence[int]) -> tuple[list[Tensor], Tensor]:
         """A module's output for its inputs of each row, and that for the head of all of them."""
         starts = [max(row.seen - depth, 0) for row in self._known]
         counts = [end - start for start, end in zip(starts, known, strict=True)]
-        slots = self._deep_slots[depth]
+        slots = self._slots[depth]
         slots.advance_by(counts, starts)
         given = [(ids[at + depth + 1], at) for ids, start, end in zip(tokens, starts, known, strict=True)
                  for at in range(start, end)]  # fmt: skip
-        ids, positions = self._columns(given)
+        ids, positions = columns(given, slots.device)
         inputs = slots.outward(torch.cat([row.given[depth] for row in self._known])[:, None])
-        after, normed = self._draft(depth, inputs, ids, positions, self._deep[depth])
+        after, normed = self._draft(depth, inputs, ids, positions, self._caches[depth])
         return [*torch.split(after[: len(given), 0], counts)], normed
 
     def _keep(self, depth: int, known: Sequence[int], after: Sequence[Tensor]) -> None:
@@ -287,8 +221,3 @@ class Guessing(SideBySide):
     def _logits(self, hidden: Tensor, rows: int) -> Tensor:
         with self._forwards.mode():
             return self._forwards.logits(self._part, hidden, rows)
-
-    def _columns(self, given: Sequence[tuple[int, int]]) -> Tensor:
-        """Tokens and their positions, `[2, tokens, 1]`, with those that do not count."""
-        columns = [filled(one, 0) for one in zip(*given, strict=True)]
-        return torch.tensor(columns, device=self._job.device).unsqueeze(-1)

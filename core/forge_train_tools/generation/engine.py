@@ -18,8 +18,9 @@ from forge_train.plugin.job import Job
 from forge_train_kit.data.items import PromptItems, RowItems, padded
 from forge_train_kit.enabled_modalities import enabled_modalities
 
-from .drafting import Drafts, Guessing, chosen
+from .drafts import Drafts
 from .forwards import Call, Forwards, replica_of
+from .guessing import Guessing, chosen
 from .memory import Memory, OneByOne, memory_for
 from .packed import packed
 
@@ -70,7 +71,7 @@ def run(job: Job, model: Model, rows: Iterator[_R], *, slots: int, drafts: Draft
         model: a language model.
         rows: read as there is place for them.
         slots: most rows side by side on each data-parallel rank.
-        drafts: how many tokens the model drafts at once; counts them. Its `check` comes first.
+        drafts: how many tokens to guess at once, by `drafts_of`; counts them.
 
     Raises:
         ConfigError: the model can't generate here.
@@ -150,12 +151,7 @@ class _Run:
             return
         if self._memory is None:
             places, longest = max(len(self._mine.waiting), 1), max(map(_length, self._mine.waiting), default=1)
-            if self._drafts:
-                self._memory = Guessing(self._job, self._model, self._forwards, self._drafts.tokens, places, longest)
-            elif self._alone:
-                self._memory = OneByOne(self._job, self._model)
-            else:
-                self._memory = memory_for(self._job, self._model, places, longest)
+            self._memory = self._memory_for(places, longest)
         found: list[Tensor | None] = []
         for at in range(most):
             row = self._mine.waiting[at] if at < len(self._mine.waiting) else None
@@ -168,6 +164,11 @@ class _Run:
             replica.active += replica.waiting
             replica.waiting.clear()
         yield from self._chosen(begun, found)
+
+    def _memory_for(self, places: int, longest: int) -> Memory:
+        if self._drafts:
+            return self._drafts.memory(self._job, self._model, self._forwards, places, longest)
+        return OneByOne(self._job, self._model) if self._alone else memory_for(self._job, self._model, places, longest)
 
     def _with_items(self, call: Call, row: Row | None) -> Call:
         """The first forward of a row with its items. All ranks run the encoders, whichever have some.

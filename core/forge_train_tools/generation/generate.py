@@ -29,11 +29,11 @@ from ..offline.opening import Opened, Source, run_folder
 from ..offline.read_only import ReadOnlyRun
 from ..process import prepared
 from ..sources import continuing
-from . import drafting
 from .answers import Answer, Answering
 from .chats import ChatPrompts
 from .completion import items_of
 from .defaults import tell_unused
+from .drafts import drafts_of
 from .requests import KEY, PROMPT, Long, Requests
 from .rows import check, longest
 from .sampling import Sampling, SamplingOptions
@@ -142,7 +142,7 @@ class Generated:
     cut: int = 0
     """Answers to prompts that were cut, of those that this call wrote."""
     drafts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Numbers of tokens that were drafted (`proposed`) and chosen too (`accepted`); empty without drafts."""
+    """Numbers of tokens that were guessed (`proposed`) and chosen too (`accepted`); empty without drafts and lookup."""
 
 
 def generate(asked: Generation, *, nproc: int = 1, told: Callable[[str], None] = lambda text: None) -> Generated:
@@ -192,14 +192,13 @@ def _generate(asked: Generation, told: Callable[[str], None] = lambda text: None
         model = compose(job, extra=False).model
         check(job, model)
         items_of(job, asked.items)
-        if asked.sampling.drafts:
-            drafting.check(job, model, asked.sampling.drafts)
+        drafts = drafts_of(job, model, asked.sampling)
         trained = Opened(job, model, source.path, source.step, source.tokens, tuple(map(Path, asked.adapters)))
         requests, chats = _requests(asked, trained)
         prompts, chat = job.dist.on_main(requests.check)
         if asked.template and not chat:
             raise ConfigError("--template: no prompt is a chat; add --chat, or leave it out.")
-        total, drafts = prompts * asked.samples, drafting.Drafts(asked.sampling.drafts)
+        total = prompts * asked.samples
         made_of = _made_of(asked, source, job, requests, chats().digest if chat else "") if asked.out else {}
         if world == 1:
             tell_unused(source.path, asked.sampling)
@@ -260,7 +259,7 @@ def _with_items(asked: Generation, text: str) -> str | dict[str, Any]:
 
 def _made_of(asked: Generation, source: Source, job: Job, requests: Requests, template: str) -> dict[str, str]:
     """All that decides the content of the file, by name."""
-    sampling = {name: value for name, value in vars(asked.sampling).items() if name not in ("drafts", "stop")}
+    sampling = {name: value for name, value in vars(asked.sampling).items() if name not in ("drafts", "lookup", "stop")}
     flags = {name: FLAG * getattr(asked, name) for name in ("chat", "logprobs")}
     own = {name: getattr(asked, name) for name in ("samples", "field", "long")}
     stop = dumps(asked.sampling.stop) if asked.sampling.stop else ""

@@ -24,7 +24,7 @@ PROMPT, MESSAGES, OWN = "prompt", "messages", "sampling"
 SEED, STOP = "seed", "stop"
 Long = Literal["refuse", "left"]
 _USUAL = Sampling()
-_OPTIONS = [field.name for field in fields(Sampling) if field.name != "drafts"]
+_OPTIONS = [field.name for field in fields(Sampling) if field.name not in ("drafts", "lookup")]
 _BESIDE = {
     **dict.fromkeys(_OPTIONS, f"put it into {OWN!r}"),
     **dict.fromkeys(("max_tokens", "max_new_tokens"), f"put 'tokens' into {OWN!r}"),

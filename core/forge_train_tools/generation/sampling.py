@@ -25,6 +25,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     drafts: int
+    lookup: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class Sampling:
         stop: texts that end the generation and are not part of it.
         drafts: tokens that the modules of the model's tail draft at once, and that the model then checks in one pass;
             the text is the same. 0 disables drafts.
+        lookup: the most tokens to guess at once where the text repeats itself, which the model checks in one pass; the
+            text is the same. 0 disables this.
 
     Raises:
         ConfigError: naming every value that is out of range.
@@ -61,6 +64,7 @@ class Sampling:
     seed: int = 0
     stop: tuple[str, ...] = ()
     drafts: int = 0
+    lookup: int = 0
 
     def __post_init__(self) -> None:
         wrong = [
@@ -75,11 +79,14 @@ class Sampling:
                 ("seed", 0 <= self.seed < 2**63, "a number from 0 up to 2⁶³ - 1"),
                 ("stop", all(self.stop), "non-empty texts"),
                 ("drafts", self.drafts >= 0, "at least 0 (which means none)"),
+                ("lookup", self.lookup >= 0, "at least 0 (which means none)"),
             )
             if not fits
         ]
         if wrong:
             raise ConfigError("\n".join(wrong))
+        if self.drafts and self.lookup:
+            raise ConfigError("drafts and lookup both guess the next tokens; leave one of them out.")
 
 
 def sampling_of(options: SamplingOptions) -> Sampling:

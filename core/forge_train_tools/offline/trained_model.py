@@ -76,7 +76,7 @@ class TrainedModel:
             template: another chat template than the model's: `chatml`, `llama3`, `plain` or a file.
             items: images and the like, as `{"image": ["cat.png"]}`: at the prompt's placeholders, or before it.
             options: as in `forge generate`: `tokens` (200), `temperature` (0.8), `top_k`, `top_p`, `min_p`,
-                `repetition_penalty`, `seed`, `stop` and `drafts`.
+                `repetition_penalty`, `seed`, `stop`, `drafts` and `lookup`.
 
         Raises:
             ConfigError: for an option out of range, or a model that can't generate text.

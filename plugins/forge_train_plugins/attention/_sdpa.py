@@ -31,8 +31,9 @@ BACKENDS = {
 PIECE = 256
 """Queries after other tokens that are computed together if a mask is needed; the mask is small, and they share it."""
 
-RECENT = 4
-"""Masks of rows with different numbers of keys that are kept: one for each window that a model has."""
+RECENT = 64
+"""Masks of rows with different numbers of keys that are kept: one for each window that a model has, and for each row
+that is given several tokens."""
 
 ROWS = 4096
 """Number of queries whose mask is made at once; several masks of this many queries exist at a time."""
