@@ -15,7 +15,7 @@ import os
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +44,13 @@ TOKENS, VOCABULARY, LONGEST = 256, 2048, 72
 DIM, LAYERS, STEPS = 192, 4, 400
 
 
-def sources() -> Iterator[str]:
+def files() -> list[Path]:
     """Modules at the top of the standard library."""
-    for file in sorted(LIBRARY.glob(SOURCES)):
+    return sorted(LIBRARY.glob(SOURCES))
+
+
+def read(sources: Iterable[Path]) -> Iterator[str]:
+    for file in sources:
         yield file.read_text(encoding="utf-8", errors="replace")
 
 
@@ -73,21 +77,23 @@ def questions(known: dict[str, str]) -> tuple[list[tuple[str, str]], list[tuple[
     return learned, tested
 
 
-def tokenizer(folder: Path) -> Path:
+def tokenizer(folder: Path, sources: Iterable[Path]) -> Path:
     """Learn one of byte pairs from the sources, with the tokens that chats need."""
     import tokenizers
 
     found = tokenizers.ByteLevelBPETokenizer()
-    found.train_from_iterator(sources(), VOCABULARY, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False)
+    found.train_from_iterator(
+        read(sources), VOCABULARY, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False
+    )
     folder.mkdir()
     found.save(str(folder / "tokenizer.json"))
     return folder
 
 
-def text(folder: Path) -> Path:
+def text(folder: Path, sources: Iterable[Path]) -> Path:
     """The sources, as documents."""
     file = folder / "sources.jsonl"
-    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in sources()), encoding="utf-8")
+    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in read(sources)), encoding="utf-8")
     return file
 
 
@@ -127,9 +133,9 @@ def base(folder: Path) -> RunFolder:
     return train(
         "quickstart",
         {
-            "text.path": str(text(folder)),
+            "text.path": str(text(folder, files())),
             "text.cache": str(folder / "cache"),
-            "tokenizer.path": str(tokenizer(folder / "tokenizer")),
+            "tokenizer.path": str(tokenizer(folder / "tokenizer", files())),
             "decoder": {"dim": DIM, "layers": LAYERS, "heads": 4},
             "train": {"steps": STEPS, "global_batch": 8, "sequence": TOKENS, "evaluate_every": 0},
         },

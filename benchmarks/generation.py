@@ -1,14 +1,18 @@
 """Rows that are generated side by side, beside `transformers.generate` and beside one row after the other.
 
-python benchmarks/generation.py    writes benchmarks/results/generation.md
+python benchmarks/generation.py [RUN]   writes benchmarks/results/generation.md
 
 All are given the same weights and the same prompts, and take the likeliest token. Each way is measured in turns, by CPU
 seconds of this process, of which the least counts.
+
+Guesses from the text itself are measured with a trained model, too: RUN, one that an earlier call left, or one that
+learns Python's standard library first, without the files that the prompts are taken from.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import answers
 import torch
 import torch.nn.functional as F
 from attention import seconds
@@ -25,15 +30,22 @@ from huggingface import SPOKEN, TINY, write_model
 from run import Row, table
 from torch import Tensor, nn
 
+from forge_train_kit import hookspecs
 from forge_train_kit.model import Slots
+from forge_train_tools import train
+from forge_train_tools.generation.drafts import Drafts
 from forge_train_tools.generation.engine import follow, run
 from forge_train_tools.generation.packed import packed
-from forge_train_tools.generation.sampling import likeliest
+from forge_train_tools.generation.rows import Choice, TextRow
+from forge_train_tools.generation.sampling import Sampling, likeliest
 from forge_train_tools.offline.opening import Opened, open_model
 
 RESULTS = Path(__file__).parent / "results" / "generation.md"
 SHAPES = {"2 layers of 64": TINY, "6 layers of 256": SPOKEN}
 PROMPTS, LONGEST, TOKENS, MANY, TURNS = 8, 40, 128, 32, 8
+LOOKUP = 8
+STEPS, HELD, PLACE, CODE = 300, "t*.py", 1200, 120
+"""Steps of the trained model, files that it does not see, and where prompts of these begin and their tokens."""
 
 
 @dataclass
@@ -49,11 +61,11 @@ class Likeliest:
     def __post_init__(self) -> None:
         self.prompt = len(self.ids)
 
-    def choose(self, logits: Tensor) -> int:
-        return likeliest(logits)
+    def choose(self, logits: Tensor) -> Choice:
+        return Choice(likeliest(logits))
 
-    def add(self, token: int) -> None:
-        self.ids.append(token)
+    def add(self, choice: Choice) -> None:
+        self.ids.append(choice.id)
         self.done = len(self.ids) == self.prompt + self.most
 
 
@@ -66,16 +78,22 @@ def requests(count: int, *, even: bool = True) -> Iterator[Likeliest]:
         yield Likeliest(number, ids, TOKENS * share // 8)
 
 
-def side_by_side(opened: Opened, count: int, *, even: bool = True) -> list[list[int]]:
-    rows = run(opened.job, opened.model, requests(count, even=even), slots=PROMPTS)  # type: ignore[arg-type]
+def side_by_side(opened: Opened, count: int, *, even: bool = True, drafts: Drafts | None = None) -> list[list[int]]:
+    rows = run(opened.job, opened.model, requests(count, even=even), slots=PROMPTS, drafts=drafts)
     return [row.ids for row in sorted(rows, key=lambda row: row.number)]
+
+
+def looked_up(opened: Opened, count: int, *, even: bool = True) -> tuple[list[list[int]], Drafts]:
+    """The same, with guesses from the texts."""
+    drafts = Drafts(lookup=LOOKUP)
+    return side_by_side(opened, count, even=even, drafts=drafts), drafts
 
 
 def in_turn(opened: Opened, count: int) -> list[list[int]]:
     """One row after the other, each with a cache of its own."""
     found = []
     for row in requests(count):
-        for _ in follow(opened.job, opened.model, row):  # type: ignore[type-var]
+        for _ in follow(opened.job, opened.model, row):
             pass
         found.append(row.ids)
     return found
@@ -133,14 +151,17 @@ def measured(name: str, folder: Path) -> Iterator[Row]:
 
     opened, theirs = open_model(folder, device="cpu", text=False), AutoModelForCausalLM.from_pretrained(folder).eval()
     wanted = by_transformers(theirs, PROMPTS)
-    same = side_by_side(opened, PROMPTS) == wanted == in_turn(opened, PROMPTS)
+    found, drafts = looked_up(opened, PROMPTS)
+    same = side_by_side(opened, PROMPTS) == wanted == in_turn(opened, PROMPTS) == found
     yield Row(f"{name}: the answers are those of transformers", "yes" if same else "no", "yes", same)
     work: dict[str, Callable[[], Any]] = {
         "ours": partial(side_by_side, opened, PROMPTS),
         "turns": partial(in_turn, opened, PROMPTS),
         "theirs": partial(by_transformers, theirs, PROMPTS),
         "bare": partial(bare, opened),
+        "guessed": partial(looked_up, opened, PROMPTS),
         "many": partial(side_by_side, opened, MANY, even=False),
+        "many guessed": partial(looked_up, opened, MANY, even=False),
         "their many": partial(by_transformers, theirs, MANY, even=False),
     }
     taken = seconds(work, TURNS)
@@ -154,13 +175,64 @@ def measured(name: str, folder: Path) -> Iterator[Row]:
             "many",
             2.0,
         ),
+        (f"{PROMPTS} prompts with --lookup {LOOKUP}, {drafts}: without", "ours", "guessed", 0.0),
+        (f"{PROMPTS} prompts with --lookup {LOOKUP}: transformers", "theirs", "guessed", 2.0),
+        (f"{MANY} prompts with --lookup {LOOKUP}: without", "many", "many guessed", 0.0),
     )
     for what, other, mine, bar in rows:
         ratio = taken[other] / taken[mine]
         text = f"{taken[other]:.3g} s against {taken[mine]:.3g} s: × {ratio:.2f}"
-        yield Row(f"{name}: {what}", text, f"× {bar:g}", ratio >= bar)
+        yield Row(f"{name}: {what}", text, f"× {bar:g}" if bar else "", ratio >= bar)
     bytes_, formula = held(opened)
     yield Row(f"{name}: keys and values", f"{bytes_ / formula:.3f} of the formula", "1.1", bytes_ <= 1.1 * formula)
+
+
+def trained(folder: Path) -> Path:
+    """A run that learned the sources, but those that are held out."""
+    seen = [file for file in answers.files() if not file.match(HELD)]
+    values = {
+        "text.path": str(answers.text(folder, seen)),
+        "text.cache": str(folder / "cache"),
+        "tokenizer.path": str(answers.tokenizer(folder / "tokenizer", seen)),
+        "decoder": {"dim": answers.DIM, "layers": answers.LAYERS, "heads": 4},
+        "train": {"steps": STEPS, "global_batch": 8, "sequence": answers.TOKENS, "evaluate_every": 0},
+    }
+    return train("quickstart", values, name="base", run_dir=folder).path
+
+
+def continued(opened: Opened, temperature: float, count: int, lookup: int = 0) -> tuple[list[list[int]], Drafts]:
+    """Go on with code that the model has not seen; a single prompt as a chat has it, by itself."""
+    tokenizer, drafts, rows = hookspecs.tokenizer(opened.job), Drafts(lookup=lookup), list[TextRow]()
+    sampling = Sampling(tokens=TOKENS, temperature=temperature)
+    held = sorted((file for file in answers.files() if file.match(HELD)), key=lambda file: -file.stat().st_size)
+    for number, file in enumerate(held[:count]):
+        ids = [*tokenizer.begin, *tokenizer.encode(file.read_text(encoding="utf-8"))[PLACE : PLACE + CODE]]
+        rows.append(TextRow(number, ids, sampling, tokenizer, request=(number, 0)))
+    if count == 1:
+        for _ in follow(opened.job, opened.model, rows[0], drafts):
+            pass
+    else:
+        list(run(opened.job, opened.model, iter(rows), slots=PROMPTS, drafts=drafts))
+    return [row.ids for row in rows], drafts
+
+
+def on_code(path: Path) -> Iterator[Row]:
+    """A trained model with guesses from the text against itself without."""
+    opened = open_model(path, device="cpu", text=False)
+    for temperature, how in ((0.0, "the likeliest token"), (0.8, "drawn at 0.8")):
+        for count in (PROMPTS, 1):
+            (plain, _), (ids, drafts) = (continued(opened, temperature, count, one) for one in (0, LOOKUP))
+            taken = seconds(
+                {
+                    "without": partial(continued, opened, temperature, count),
+                    "with": partial(continued, opened, temperature, count, LOOKUP),
+                },
+                TURNS,
+            )
+            text = f"{taken['without']:.3g} s against {taken['with']:.3g} s: × {taken['without'] / taken['with']:.2f}"
+            prompts = f"{count} prompt{'s' if count > 1 else ''}"
+            what = f"trained on code: {prompts}, {how}, with --lookup {LOOKUP}, {drafts}: without"
+            yield Row(what, text, "the same answers", ids == plain)
 
 
 def main() -> None:
@@ -172,10 +244,20 @@ def main() -> None:
             for row in measured(name, Path(folder)):
                 rows.append(row)
                 print(row, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for row in on_code(Path(sys.argv[1]) if sys.argv[1:] else trained(Path(folder))):
+            rows.append(row)
+            print(row, flush=True)
     note = (
         "A random Llama in fp32 on one thread: transformers' class from a folder, and ours from the same folder. "
         f"Prompts have {LONGEST - 15} to {LONGEST} tokens; both take the likeliest token. transformers pads a batch, "
-        "and computes it until its longest answer ends. CPU seconds, other against ours."
+        f"and computes it until its longest answer ends. CPU seconds, other against ours, "
+        f"the least of {TURNS} turns.\n\n"
+        f"`--lookup {LOOKUP}` guesses from the text. Random weights soon repeat themselves: with text it gains less. "
+        "`transformers` guesses so for a single prompt only, and is measured without. The trained model has "
+        f"{answers.LAYERS} layers of {answers.DIM} and {STEPS} steps on Python's library; it continues {CODE} tokens "
+        "of each of eight files that it has not seen. With the likeliest tokens it soon repeats itself, too. Prompts "
+        "side by side take as many forwards as the slowest of them."
     )
     RESULTS.write_text(table(rows, "Generation", "python benchmarks/generation.py", note), encoding="utf-8")
 

@@ -102,7 +102,10 @@ def test_generation(script: Script, tmp_path: Path) -> None:
     generation.write_model(tmp_path, **generation.TINY)
     same, *rows = generation.measured("tiny", tmp_path)
     assert same.ok
-    assert len(rows) == 5
+    assert len(rows) == 8
+    rows = list(generation.on_code(tmp_path))
+    assert all(row.ok for row in rows), rows
+    assert len(rows) == 4
 
 
 def test_experts(script: Script) -> None:
