@@ -250,7 +250,7 @@ class PositionMemory(RowMemory):
         return [held[: self.slots.active, : places.seen] for held in self._held], places.held
 
     def _read_by(self, run: Run) -> list[Tensor]:
-        """What the tokens of a run see, `[tokens, columns, …]`, without a copy."""
+        """Positions that the tokens of a run see, `[tokens, columns, …]`, without a copy."""
         several = run.tokens.stop - run.tokens.start
         return [held[run.rows, : run.seen].expand(several, *[-1] * (held.ndim - 1)) for held in self._held]
 

@@ -52,7 +52,7 @@ class Drafts:
 
 
 def drafts_of(job: Job, model: Model, sampling: Sampling) -> Drafts:
-    """What a rule asks for; every rank of a layout calls this.
+    """Drafts as a rule asks for them; every rank of a layout calls this.
 
     Raises:
         ConfigError: the model can't do that; explains why, on all ranks.
