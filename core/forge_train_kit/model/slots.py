@@ -269,12 +269,13 @@ class SlotCache(PositionMemory):
         self, kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Any:
         """Add the newest positions, and have a kernel attend to all; as the kernel itself."""
-        if not self._keep(key, value):
-            return kernel(query, key, value, options)
         if self.window is None and (runs := self.slots.runs):
+            self._keep(key, value)
             each = ((query[one.tokens], self._read_by(one), _of_last(options, one.lengths)) for one in runs)
             return self.slots.outward(torch.cat([kernel(some, seen[0], seen[1], own) for some, seen, own in each]))
-        (keys, values), lengths = self._read()
+        if (found := self.add(key, value)) is None:
+            return kernel(query, key, value, options)
+        (keys, values), lengths = found
         query = query[: len(keys)]
         if self.slots.joint:
             return self.slots.outward(kernel(query, keys, values, _of_last(options, lengths)))
