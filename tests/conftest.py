@@ -74,17 +74,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (-weights[item.path], item.path))
 
 
-_frozen: list[bool] = []
+_frozen: list[Path] = []
 
 
-def pytest_runtest_setup() -> None:
-    """Spare garbage collections what lasts: a million objects of collected tests and torch, once it has its compiler.
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Spare garbage collections what lasts: a million objects of collected tests, and what files before this imported.
 
-    A fifth of the time of all tests went into looking at them again and again.
+    A fifth of the time of all tests went into looking at them again and again. Some tests take it back.
     """
-    compiler = "torch._dynamo" in sys.modules
-    if compiler not in _frozen:
-        _frozen.append(compiler)
+    if _frozen != [item.path]:
+        _frozen[:] = [item.path]
         gc.collect()
         gc.freeze()
 
