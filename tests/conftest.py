@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,18 +48,15 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-class _Backwards(pytest.Dir):
-    """A folder whose files are read from the last to the first."""
-
-    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
-        return reversed([*super().collect()])
-
-
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Where two processes read the files, have each compile half of them, and take the rest as the other left them."""
-    if getattr(parent.config, "workerinput", {}).get("workerid") != "gw1":
-        return None
-    return _Backwards.from_parent(parent, path=path)  # type: ignore[no-any-return]
+    report = yield
+    if isinstance(collector, pytest.Dir) and getattr(collector.config, "workerinput", {}).get("workerid") == "gw1":
+        report.result.reverse()
+    return report
 
 
 @pytest.hookimpl(trylast=True)

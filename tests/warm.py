@@ -38,12 +38,7 @@ PRELOADED = (
     *("forge_train_tools.saver", "forge_train_tools.launching.training"),
     *("forge_train_tools.launching.agent", "forge_train_tools.offline.opening", "forge_train_tools.verification"),
     *("forge_train_cli.train", "forge_train_cli.runs", "rich.console", "pydantic.type_adapter", "pydantic.main"),
-    *(
-        "torch.nn.attention.bias",
-        "torch._subclasses.schema_check_mode",
-        "torch.profiler._cupti_monitor",
-        "encodings.idna",
-    ),
+    *("torch.nn.attention.bias", "torch._subclasses.schema_check_mode", "encodings.idna"),
     *("forge_train_kit.activations", "forge_train_kit.peaks", "forge_train_kit.data.tokenizers.byte"),
     *("forge_train_plugins.models._decoder.build", "forge_train_plugins.models._decoder.heads"),
     *("forge_train_plugins.models._decoder.huggingface", "forge_train_plugins.models._decoder.families.quantised"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -102,11 +103,8 @@ def drafted(plugins: Sequence[str], values: Sequence[str], slots: int, count: in
             guesses.extend(([*ids], [*some]) for ids, some in zip(rows, found, strict=True))
             return found
 
-        drafting.ModuleGuesser._guessed = kept  # type: ignore[method-assign]
-        try:
+        with patch.object(drafting.ModuleGuesser, "_guessed", kept):
             found = told(run(job, model, iter(requests(count)), slots=slots, drafts=told_))
-        finally:
-            drafting.ModuleGuesser._guessed = guess  # type: ignore[method-assign]
         return found, guesses, (told_.proposed, told_.accepted)
 
 

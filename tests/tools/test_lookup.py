@@ -88,11 +88,10 @@ def test_a_text_that_repeats_itself_takes_fewer_forwards() -> None:
     def counted(at: int) -> Callable[..., None]:
         return lambda *_: passes.__setitem__(at, passes[at] + 1)
 
-    rows: Callable[[], list[Greedy]] = lambda: [Greedy(0, [5, 6, 7], 40)]  # noqa: E731
     found = []
     for at, drafts in enumerate((None, Drafts(lookup=4))):
         hook = model.parts[0].register_forward_hook(counted(at))
-        found.append(generated(job, model, rows(), 1, drafts))
+        found.append(generated(job, model, [Greedy(0, [5, 6, 7], 40)], 1, drafts))
         hook.remove()
     assert worst(*found) == 0
     assert drafts is not None
